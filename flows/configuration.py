@@ -85,6 +85,7 @@ class Given:
 
         Raises ConfigError with all problems, RuntimeUnavailable where only the machine lacks something.
         """
+        from onward.tasks.checks.host_table import host_problems
         from onward.tasks.checks.machine_check import machine_problems
 
         missing: list[str] = []
@@ -92,6 +93,9 @@ class Given:
         def both(sections: Mapping[str, Any]) -> Iterable[str]:
             # collected beside the check, because a machine that lacks something is another error than a wrong setting
             missing.extend(machine_problems(sections, resumed=resumed))
+            # of a run that goes on, the flow may wait for a host
+            if not resumed:
+                missing.extend(host_problems(sections))
             return self.check(sections)
 
         try:

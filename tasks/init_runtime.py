@@ -9,7 +9,7 @@ import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,9 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempts.jobs import job_of
+from onward.tasks.attempts.wait_before_retry import wait_for_hosts
 from onward.tasks.checks.disk_space import shares, space_problems
+from onward.tasks.checks.host_table import ask_hosts, files_of_ranks
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
@@ -29,6 +31,7 @@ from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.outcomes.ending_kinds import memory_advice
 from onward.trainer.run.records import (
     Needs,
+    Networks,
     RankReport,
     Rehearsal,
     RunIdentity,
@@ -44,10 +47,16 @@ log = logging.getLogger(__name__)
 def init_runtime(run: RunDir) -> RuntimeReport:
     """Run the preflight on every rank and write `runtime.json` and `packages.txt`.
 
-    Raises RuntimeUnavailable with all problems: no mpirun, a job of this run that is still running, a world size other
-    than the configured one, no GPU for a rank, a wrong all-reduce, too little memory or disk.
+    Raises RuntimeUnavailable with all problems: a host that does not answer or has other software, no mpirun, a job of
+    this run that is still running, a world size other than the configured one, no GPU for a rank, a wrong all-reduce,
+    too little memory or disk.
     """
+    # of a run that goes on a host may be lost, which it may wait for, or go on without
+    if run.current_attempt and read_config(run, "given").launch.hostfile:
+        wait_for_hosts(run)
     config = read_config(run)
+    if config.launch.hostfile:
+        _check_hosts(run, config.launch, files_of_ranks(config))
     folder = run.root / "preflight"
     # reports of an earlier start would be counted as ranks of this one
     shutil.rmtree(folder, ignore_errors=True)
@@ -76,6 +85,18 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     for line in memory_warnings(report.ranks, needs, advice):
         log.warning(line)
     return report
+
+
+def _check_hosts(run: RunDir, launch: LaunchConfig, files: Mapping[str, str]) -> None:
+    """Ask the hosts of the hostfile and write networks.json. Raises RuntimeUnavailable with all of their problems."""
+    table = ask_hosts(launch, run.root, files)
+    for row in table.rows:
+        log.info("%s", row)
+    for line in table.warnings:
+        log.warning(line)
+    if found := table.problems:
+        raise RuntimeUnavailable(found)
+    write_record(run.networks, Networks(networks=table.networks))
 
 
 def needs_of(run: RunDir, model: Path, parallel: ParallelConfig) -> Needs:

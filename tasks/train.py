@@ -22,6 +22,7 @@ from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempts.attempt import Attempt, result_of
 from onward.tasks.attempts.attempt_failure import failure
 from onward.tasks.attempts.jobs import job_of
+from onward.tasks.attempts.returned_hosts import ReturnedHosts
 from onward.tasks.attempts.wait_before_retry import wait_until_ready
 from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir, read_config
@@ -74,14 +75,15 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         attempt = Attempt.begin(run, config)
         ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
         log.info("attempt %d: %s, log: %s", attempt.number, ranks, run.log(attempt.number))
-        with attempt.recorded_if_interrupted():
+        returned = ReturnedHosts(run)
+        with attempt.recorded_if_interrupted(), returned.watched():
             outcome = job_of_attempt(attempt).run()
     except LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
     except TerminationSignal:
         # Prefect would take it for a crash of the task; the flow raises it again
         return Cancelled(message=BY_SIGTERM)
-    ending = attempt.end(outcome)
+    ending = attempt.end(outcome, asked=returned.said)
     # Only the result file counts: mpirun exits with 0 when a remote host has failed.
     result = result_of(run, attempt.number)
     record = _write_record(run, result) if result is not None else None

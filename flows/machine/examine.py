@@ -76,10 +76,15 @@ def _home() -> Iterator[None]:
 
 def _found(hostfile: str, checks: Mapping[str, Check], limit_s: float) -> list[Finding]:
     began_at = time.monotonic()
-    running = dict(checks) | ({"hosts": partial(hosts, hostfile)} if hostfile else {})
     # the checks run beside MPI, which needs the main thread for its signals and takes the longest
-    threads = {subject: _Bounded(subject, check) for subject, check in running.items()}
-    found = _findings("MPI", partial(mpi, hostfile))
+    threads = {subject: _Bounded(subject, check) for subject, check in checks.items()}
+    found: list[Finding] = []
+    networks: tuple[str, ...] = ()
+    if hostfile:
+        found, networks = hosts(hostfile)
+    # MPI would fail for the same reasons, after a long time and with a message that explains less
+    if not any(each.level == "problem" for each in found):
+        found = [*_findings("MPI", partial(mpi, hostfile, networks)), *found]
     for thread in threads.values():
         # one limit for all: the second check that hangs is not waited for as long again
         found += thread.result(limit_s - (time.monotonic() - began_at))

@@ -23,7 +23,7 @@ from onward.trainer.errors import OnwardError
 from onward.trainer.extras import how_to_install
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.machine.this_machine import most_gpus
-from onward.trainer.run.records import RankReport, read_record, write_record
+from onward.trainer.run.records import Networks, RankReport, read_record, write_record
 
 VERSION_S = 10.0
 MPI_S = 30.0
@@ -33,8 +33,11 @@ MOST_GPUS = 8
 """Ranks of the check on one machine at most."""
 
 
-def mpi(hostfile: str = "") -> Iterator[Finding]:
-    """Start two ranks (with a hostfile one on each host) by MPI alone, and then ranks that connect through torch."""
+def mpi(hostfile: str = "", networks: tuple[str, ...] = ()) -> Iterator[Finding]:
+    """Start two ranks (with a hostfile one on each host) by MPI alone, and then ranks that connect through torch.
+
+    networks: by which the hosts of the hostfile reach each other.
+    """
     try:
         program = Mpirun().program()
     except LaunchError as error:
@@ -51,6 +54,7 @@ def mpi(hostfile: str = "") -> Iterator[Finding]:
         yield Finding.problem("MPI", what, "set ONWARD_HOME and TMPDIR to directories of yours")
         return
     with folder as name:
+        write_record(RunDir(Path(name)).networks, Networks(networks=networks))
         found = list(_alone(Path(name), program, version, hostfile))
         yield from found
         # torch would fail at the same place, and with a message that explains less

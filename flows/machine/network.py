@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from onward.flows.machine.machine_findings import Finding
-from onward.infra.job.hosts import clock_skews, read_hostfile, silent_hosts
+from onward.infra.job.hosts import read_hostfile
 from onward.infra.servers import services
 from onward.infra.servers.service_definitions import SERVICES
 from onward.infra.servers.service_state import directory, is_supervised
+from onward.tasks.checks.host_table import ask_hosts
 from onward.tasks.checks.machine_check import store_problems
 from onward.tasks.checks.registered_models import store_of
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.config.urls import redacted
 from onward.trainer.errors import RuntimeUnavailable
@@ -22,8 +24,6 @@ from onward.trainer.extras import how_to_install
 from onward.trainer.run.directory import onward_home
 
 LOOPBACK = "127.0.0.1"
-MOST_SKEW_S = 2.0
-SYNCHRONISE = "synchronise it (chrony, systemd-timesyncd): times of events, durations and schedules come from it"
 
 
 def loopback() -> Iterator[Finding]:
@@ -114,27 +114,24 @@ def _own_servers() -> Iterator[Finding]:
         yield Finding.ok("servers", "none of Onward's own is running; `onward run` starts them")
 
 
-def hosts(hostfile: str) -> Iterator[Finding]:
-    """Ask the hosts of a hostfile over ssh, as mpirun does, and compare their clocks with this one."""
+def hosts(hostfile: str) -> tuple[list[Finding], tuple[str, ...]]:
+    """Ask the hosts of a hostfile over ssh; return a finding for each, and the networks by which they were reached."""
     path = Path(hostfile)
     try:
-        found = read_hostfile(path)
+        named = read_hostfile(path)
     except (OSError, UnicodeDecodeError) as error:
-        yield Finding.problem("hosts", f"{path} cannot be read: {error}", "name a hostfile")
-        return
-    if not found:
+        return [Finding.problem("hosts", f"{path} cannot be read: {error}", "name a hostfile")], ()
+    if not named:
         fix = "write one in each line, such as `node1 slots=4`"
-        yield Finding.problem("hosts", f"{path} names no host", fix)
-        return
-    silent = silent_hosts(list(found))
-    for host, said in silent.items():
-        fix = f"make `ssh {host} true` work without a password"
-        yield Finding.problem("hosts", f"{host} does not answer: {said}", fix)
-    answering = [host for host in found if host not in silent]
-    if answering:
-        yield Finding.ok("hosts", f"{len(answering)} of {len(found)} hosts answer")
-    for host, skew in clock_skews(answering).items():
-        # what the measurement itself cannot know is no difference
-        if skew is not None and abs(skew.seconds) > MOST_SKEW_S + skew.uncertain_s:
-            what = f"the clock of {host} differs by {skew.seconds:+.1f} s (known to {skew.uncertain_s:.1f} s)"
-            yield Finding.note("hosts", what, SYNCHRONISE)
+        return [Finding.problem("hosts", f"{path} names no host", fix)], ()
+    home = onward_home()
+    table = ask_hosts(LaunchConfig(hostfile=hostfile), home, {})
+    found = []
+    for problem in table.problems:
+        what, _, fix = problem.rpartition("; ")
+        found.append(Finding.problem("hosts", what, fix))
+    for warning in table.warnings:
+        what, _, fix = warning.partition("; ")
+        found.append(Finding.note("hosts", what, fix))
+    found += [Finding.ok("hosts", str(row)) for row in table.rows if row.report and not row.problems]
+    return found, table.networks

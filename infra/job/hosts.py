@@ -1,12 +1,18 @@
-"""The hosts of an MPI hostfile: read them, and ask over ssh, as mpirun does, which of them answer, and the time."""
+"""The hosts of an MPI hostfile: read them, and ask over ssh, as mpirun does, which answer and what they have."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import re
+import shlex
+import signal
 import socket
 import subprocess
+import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +28,20 @@ HOST = re.compile(r"(?:\w[\w.-]*@)?[\w\[+^][\w.:\]+-]*", re.ASCII)
 OPTIONS = re.compile(r"(\s*[A-Za-z_-]+\s*=\s*\w[\w.-]*)*", re.ASCII)
 """What may follow it, such as `slots=4`: mpirun would take other words for further hosts."""
 PROBE_S = 15.0
-"""Longest time for the answer of one host."""
+"""Longest time in which a host must say that it is there."""
+ANSWER_S = 90.0
+"""Longest time in which a program on a host must answer: Python starts slowly where the disk is busy."""
+CONNECT_S = 5.0
+"""Longest time in which a host must accept a connection."""
+MOST_ASKED = 32
+"""Hosts that are asked at the same time."""
+BUT = "it answers, but "
+SSH_FAILED = 255
+"""The exit status of ssh where it has not reached the host."""
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return host -> slots, in the order of the file; 0 where it does not say a number.
+    """Return host -> slots, in the order of the file. A line without a number of slots is one rank.
 
     Raises OSError, also if it is too large or names what is no host, and UnicodeDecodeError.
     """
@@ -47,60 +62,141 @@ def read_hostfile(path: Path) -> dict[str, int]:
                 raise OSError(errno.EINVAL, f"line {number} is no HOST KEY=VALUE ...: {options[:80]!a}", str(path))
             # a host that is named twice has the slots of both lines, as mpirun counts
             said = re.search(r"\bslots\s*=\s*(\d+)", options)
-            found[words[0]] = found.get(words[0], 0) + (int(said[1]) if said else 0)
+            found[words[0]] = found.get(words[0], 0) + (int(said[1]) if said else 1)
     return found
 
 
 def write_hostfile(path: Path, hosts: Mapping[str, int]) -> None:
-    """Write a hostfile; hosts without a number of slots have none in it."""
-    lines = [f"{host} slots={slots}" if slots else host for host, slots in hosts.items()]
-    path.write_text("\n".join(lines) + "\n")
+    """Write a hostfile with a number of slots for each host: without one mpirun would take all cores of it."""
+    path.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()))
+
+
+def with_slots(path: Path, copy: Path) -> Path:
+    """Return a hostfile in which each line says its slots: the one that is given, or a copy of it that does."""
+    lines = (line.split("#")[0] for line in path.read_text().splitlines())
+    if all("slots" in line for line in lines if line.strip()):
+        return path
+    write_hostfile(copy, read_hostfile(path))
+    return copy
 
 
 def silent_hosts(hosts: Sequence[str], users: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the hosts that do not answer, each with what ssh said. They are asked at the same time."""
     if not hosts:
         return {}
-    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
+    with ThreadPoolExecutor(max_workers=min(MOST_ASKED, len(hosts))) as threads:
         answers = threads.map(lambda host: _problem(host, users), hosts)
         return {host: problem for host, problem in zip(hosts, answers, strict=True) if problem}
 
 
 def silence(silent: Mapping[str, str]) -> str:
-    """Return in words which hosts do not answer."""
+    """Return in words which hosts do not answer, or cannot be used although they do; such a reason begins with BUT."""
     named = ", ".join(f"{host} ({problem})" for host, problem in silent.items())
-    return f"{len(silent)} host{'s do' if len(silent) > 1 else ' does'} not answer: {named}"
+    number = f"{len(silent)} host{'s' * (len(silent) > 1)}"
+    if any(problem.startswith(BUT) for problem in silent.values()):
+        return f"{number} cannot be used: {named}"
+    return f"{number} {'do' if len(silent) > 1 else 'does'} not answer: {named}"
 
 
 @dataclass(frozen=True)
-class Skew:
-    """How much the clock of a host differs from the one here."""
+class Answer:
+    """What a program on a host has said."""
 
-    seconds: float
-    """Positive if it is ahead."""
-    uncertain_s: float
-    """Half of the time that the question took."""
+    problem: str = ""
+    """Why it has said nothing; "" if it has."""
+    has_no_program: bool = False
+    """Whether ssh has reached the host, and the program could not be started there."""
+    report: str = ""
+    """Its first line, in JSON."""
+    arrived_at: float = 0.0
+    """When that came: seconds since 1970, on the clock of this host."""
+    to_host: str = ""
+    """Why the host could not be reached at another port than ssh's; "" if it could, or was not tried."""
+    to_head: str = ""
+    """Why the host could not reach this one."""
 
 
-def clock_skews(hosts: Sequence[str], users: Mapping[str, str] = os.environ) -> dict[str, Skew | None]:
-    """Return the skew of each host; None where its clock could not be read. They are asked at the same time."""
+def ask_programs(
+    hosts: Sequence[str], words: Sequence[str], question: str, line: str, users: Mapping[str, str] = os.environ
+) -> dict[str, Answer]:
+    """Ask a program on each host, at the same time; return what each has said.
+
+    The program answers as trainer/run/machine/host_report.py describes it. line: how each of its lines begins.
+    """
     if not hosts:
         return {}
-    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
-        return dict(zip(hosts, threads.map(lambda host: _skew(host, users), hosts), strict=True))
+    with ThreadPoolExecutor(max_workers=min(MOST_ASKED, len(hosts))) as threads:
+        answers = threads.map(lambda host: _converse(host, words, question, line, users), hosts)
+        return dict(zip(hosts, answers, strict=True))
 
 
-def _skew(host: str, users: Mapping[str, str]) -> Skew | None:
-    if _is_here(host):
-        return Skew(0.0, 0.0)
-    # the answer was made somewhere between both times, most likely in the middle
-    asked_at = time.time()
-    said, problem = _ask(host, users, "date +%s.%N")
-    answered_at = time.time()
-    try:
-        return None if problem else Skew(float(said) - (asked_at + answered_at) / 2, (answered_at - asked_at) / 2)
-    except ValueError:
+def _converse(host: str, words: Sequence[str], question: str, line: str, users: Mapping[str, str]) -> Answer:
+    environment = environment_of_ranks(users)
+    # a directory that every host has: the one of this process may not be there
+    remote = [*remote_shell(environment), host, f"cd / && exec {shlex.join(words)}"]
+    command = [*words] if _is_here(host) else remote
+    with tempfile.TemporaryFile("w+") as errors:
+        try:
+            program = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
+        except OSError as error:
+            return Answer(f"{command[0]} cannot be started: {error.strerror}")
+        limit = threading.Timer(ANSWER_S, program.kill)
+        limit.start()
+        with program:
+            try:
+                found = _conversation(program, question, line)
+            finally:
+                limit.cancel()
+                with contextlib.suppress(BrokenPipeError):
+                    program.communicate(timeout=PROBE_S)
+        if found is not None:
+            return found
+        errors.seek(0)
+        said = " ".join(errors.read().split())[-300:]
+    if program.returncode == -signal.SIGKILL:
+        return Answer(f"no answer in {ANSWER_S:g} s{f': {said}' if said else ''}")
+    # ssh itself ends with 255, and else with the status of the program
+    is_there = _is_here(host) or program.returncode != SSH_FAILED
+    return Answer(said or f"{command[0]} ended with status {program.returncode}", has_no_program=is_there)
+
+
+def _conversation(program: subprocess.Popen[str], question: str, line: str) -> Answer | None:
+    """Return what a program says to a question; None if it ends without an answer."""
+    assert program.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        program.stdin.write(f"{question}\n")
+        program.stdin.flush()
+    report = _read(program, line)
+    arrived_at = time.time()
+    if report is None:
         return None
+    place = json.loads(report)
+    if not place["port"]:  # this host, or one that is seen through a router
+        return Answer(report=report, arrived_at=arrived_at)
+    to_host = _why_not_reached(place["address"], place["port"])
+    to_head: str | None = ""
+    with contextlib.suppress(OSError), socket.create_server((place["head"], 0)) as listening:
+        program.stdin.write(f"{listening.getsockname()[1]}\n")
+        program.stdin.flush()
+        to_head = _read(program, line)
+    return Answer(report=report, arrived_at=arrived_at, to_host=to_host, to_head=to_head or "")
+
+
+def _read(program: subprocess.Popen[str], line: str) -> str | None:
+    """Return the rest of the next line of the program's own; None at its end."""
+    assert program.stdout is not None
+    own = (said.removeprefix(line).strip() for said in program.stdout if said.startswith(line))
+    return next(own, None)
+
+
+def _why_not_reached(address: str, port: int) -> str:
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _problem(host: str, users: Mapping[str, str]) -> str:
@@ -109,7 +205,14 @@ def _problem(host: str, users: Mapping[str, str]) -> str:
 
 
 def _is_here(host: str) -> bool:
-    return host in ("localhost", "127.0.0.1", socket.gethostname())
+    """Return whether a name or an address is this host's."""
+    if host in ("localhost", "127.0.0.1", socket.gethostname()):
+        return True
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # only an own address can be bound
+        probe.bind((host.rpartition("@")[2], 0))
+        return True
+    return False
 
 
 def _ask(host: str, users: Mapping[str, str], question: str) -> tuple[str, str]:

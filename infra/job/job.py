@@ -42,6 +42,8 @@ SUSPENDED_S = 2.0
 """Time after which a launcher that was suspended is continued."""
 STOP = "stop-requested"
 """A file in the temporary directory of a job, which asks the job to stop."""
+SAVE = "save-requested"
+"""A file there, which asks the ranks to save and exit; the job then ends by itself, as one that was preempted."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Job:
             try:
                 # inside of the try: a disk that takes no record ends the job again
                 _write_job_record(self.run_dir, tag, argv)
-                reason, detected_ms = self._watch(launcher, folder / STOP, guard, stopped)
+                reason, detected_ms = self._watch(launcher, folder, guard, stopped)
             except BaseException:
                 _stop(launcher, self.stop_limit_s())
                 raise
@@ -143,12 +145,14 @@ class Job:
         return self.grace_s + 2.0 * _said(self.heartbeat, "step_s", 0.0)
 
     def _watch(
-        self, launcher: subprocess.Popen[bytes], stop: Path, guard: Guard, stopped: StoppedRanks
+        self, launcher: subprocess.Popen[bytes], folder: Path, guard: Guard, stopped: StoppedRanks
     ) -> tuple[Literal["exited", "stopped", "silent", "start_timeout"], int]:
-        """Wait for the end of the launcher, the file `stop` or a missing heartbeat; stop the job in the last two cases.
+        """Wait for the end of the launcher, the file STOP or a missing heartbeat; stop the job in the last two cases.
 
-        Returns which of them, and when: milliseconds since 1970.
+        Returns which of them, and when: milliseconds since 1970. folder: the temporary directory of the job.
         """
+        stop = folder / STOP
+        save = folder / SAVE
         # the file may be that of an earlier job, so only a change after this counts
         last_beat = _last_beat(self.heartbeat)
         beat_at = time.monotonic()
@@ -162,6 +166,9 @@ class Job:
                 noticed_ms = now_ms()
                 _stop(launcher, self.stop_limit_s())
                 return "stopped", noticed_ms
+            if save.exists():
+                save.unlink()
+                launcher.send_signal(signal.SIGUSR1)
             # the guard ends the job if this process does not come here for a while
             guard.renew()
             if not is_suspended(launcher.pid):
@@ -197,12 +204,21 @@ def stop_running(run_dir: Path) -> bool:
     Returns immediately and may be called from any thread; `Job.run` in the main thread then stops the job. The request
     is a file, because the flow that is asked and its tasks share no object: Prefect is between them.
     """
+    return _request(run_dir, STOP)
+
+
+def save_running(run_dir: Path) -> bool:
+    """Request, likewise, that the ranks save and exit, after which another attempt may follow."""
+    return _request(run_dir, SAVE)
+
+
+def _request(run_dir: Path, name: str) -> bool:
     job = _read_job_record(run_dir)
     # another process of this host has its own flow, which alone may stop its job
     if job is None or job.starter != os.getpid():
         return False
     try:
-        (temporary_directory(job.tag) / STOP).touch()
+        (temporary_directory(job.tag) / name).touch()
     except OSError:  # the job has just ended, or the disk is full
         return False
     return True

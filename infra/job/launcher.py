@@ -39,6 +39,8 @@ class Ranks:
     num_ranks: int
     hostfile: str = ""
     """The hosts of the ranks; "" = the launcher decides, as a rule this host."""
+    networks: tuple[str, ...] = ()
+    """The networks by which these hosts reach each other, such as "10.0.0.0/24"; () = the launcher decides."""
 
 
 @dataclass(frozen=True)

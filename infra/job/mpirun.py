@@ -42,6 +42,9 @@ ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE
 CARRIED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "MPI4PY_", "OMP_", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", TAG)
 """Prefixes of the variables that are sent to ranks on other hosts; no other variable leaves this host."""
 
+NETWORKS = ("OMPI_MCA_btl_tcp", "PRTE_MCA_prte")
+"""The beginnings of the variables that say which networks the ranks, and mpirun with its daemons, use."""
+
 _BY_SIGNAL = re.compile(
     r"noticed\s+that\s+process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)"
 )
@@ -98,6 +101,11 @@ class Mpirun:
         if not self.uses_other_hosts(ranks.hostfile, users) and "OMPI_MCA_btl" not in users:
             # ranks of one host share memory; each would listen on every network interface for ranks that do not exist
             variables["OMPI_MCA_btl"] += ",tcp"
+        # else MPI also tries networks that no other host reaches, such as docker0 with one address on all hosts
+        for kind in NETWORKS:
+            is_users = f"{kind}_if_include" in users or f"{kind}_if_exclude" in users
+            if ranks.networks and not is_users:
+                variables[f"{kind}_if_include"] = ",".join(ranks.networks)
         if not ranks.hostfile:  # other hosts do not have the folder
             # Open MPI leaves files behind when it is killed
             variables |= {"TMPDIR": str(folder), "OMPI_MCA_btl_sm_backing_directory": str(folder)}

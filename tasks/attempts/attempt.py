@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from onward.infra.job.hosts import read_hostfile, silence, silent_hosts
 from onward.infra.job.job import Outcome, now_ms, num_oom_kills
@@ -24,9 +25,9 @@ from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.history import AttemptHistory, RunHistory
 from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, EndingKind
-from onward.trainer.run.outcomes.ending_kinds import memory_advice
+from onward.trainer.run.outcomes.ending_kinds import PEER_ADDRESS, memory_advice
 from onward.trainer.run.outcomes.storage import storage_error, storage_problem
-from onward.trainer.run.records import AttemptResult, RankError, read_record
+from onward.trainer.run.records import AttemptResult, RankError, RuntimeReport, read_record
 from onward.trainer.run.reserved import reserve, write_reserved
 
 log = logging.getLogger(__name__)
@@ -80,8 +81,11 @@ class Attempt:
             self.end(Outcome(None, "stopped", 0.0, now_ms()))
             raise
 
-    def end(self, outcome: Outcome) -> AttemptEnding:
-        """Find out how the attempt ended and what follows; write its record, and log it in one line."""
+    def end(self, outcome: Outcome, *, asked: str = "") -> AttemptEnding:
+        """Find out how the attempt ended and what follows; write its record, and log it in one line.
+
+        asked: why this process has asked the ranks to save and exit, in words; "" if it has not.
+        """
         config = self.config
         oom_kills = num_oom_kills() - self.oom_kills
         result = result_of(self.run, self.number)
@@ -96,7 +100,8 @@ class Attempt:
                         self.run, self.number, config.launch, output, oom_kills=oom_kills, advice=advice
                     )
             error = self.run.first_error(self.number)
-        disk = silent = ""
+        disk = ""
+        silent: dict[str, str] = {}
         # with a result the ranks have ended by themselves, and nothing has to be found out
         if result is None:
             disk = storage_problem(self.run.root)
@@ -110,13 +115,16 @@ class Attempt:
             said=launcher_of(config.launch).read_ending(output, outcome.returncode),
             ending=self.described(outcome),
             disk=disk,
-            hosts=silent,
+            hosts=silence(silent) if silent else "",
+            peer=_peer_of(self.run, error),
+            asked=asked,
         )
         return self._write(
             classify(evidence),
             sentence_of(evidence),
             result=result,
             error=error,
+            silent=silent,
             detected_ms=min(error.at_ms, outcome.detected_ms) if error else outcome.detected_ms,
         )
 
@@ -152,6 +160,7 @@ class Attempt:
         *,
         result: AttemptResult | None = None,
         error: RankError | None = None,
+        silent: Mapping[str, str] = MappingProxyType({}),
         detected_ms: int | None = None,
         by_itself: bool = True,
     ) -> AttemptEnding:
@@ -163,8 +172,11 @@ class Attempt:
         # the log is written every few steps, so heartbeat and error record may know of a later one
         steps = [logged.last_step, last_beat(self.run.heartbeat).step]
         if error:
-            rank, host = error.rank, error.host
             steps.append(error.step)
+            rank, host = error.rank, error.host
+        # who has only lost another one is not who failed
+        if peer := _peer_of(self.run, error):
+            rank, host = None, peer
         resumed_from = logged.start.step if logged.start else self.checkpoint
         ending = AttemptEnding(
             attempt=self.number,
@@ -173,6 +185,7 @@ class Attempt:
             action="`onward resume` continues it",
             rank=rank,
             host=host,
+            silent_hosts=dict(silent),
             step=result.step if result else max(steps),
             resumed_from=resumed_from,
             checkpoint=newest_checkpoint(self.run),
@@ -194,13 +207,21 @@ class Attempt:
         return ending
 
 
-def _silent_hosts(launch: LaunchConfig, error: RankError | None) -> str:
-    """Return which hosts do not answer, if a lost host may explain what the ranks say."""
+def _silent_hosts(launch: LaunchConfig, error: RankError | None) -> dict[str, str]:
+    """Return the hosts that do not answer, if a lost host may explain what the ranks say."""
     explained = error is not None and not error.secondary and not error.cause.startswith(("SIG", "Hang"))
     if not launch.hostfile or explained:
+        return {}
+    return silent_hosts(list(read_hostfile(Path(launch.hostfile))))
+
+
+def _peer_of(run: RunDir, error: RankError | None) -> str:
+    """Return the host that a rank lost its connection to, if it has only lost one; "" if that is not known."""
+    found = PEER_ADDRESS.search(error.cause) if error and error.secondary else None
+    if found is None or not run.runtime.exists():
         return ""
-    silent = silent_hosts(list(read_hostfile(Path(launch.hostfile))))
-    return silence(silent) if silent else ""
+    ranks = read_record(run.runtime, RuntimeReport).ranks
+    return next((rank.host for rank in ranks if rank.address == found[1]), "")
 
 
 def result_of(run: RunDir, attempt: int) -> AttemptResult | None:

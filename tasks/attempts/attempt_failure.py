@@ -45,10 +45,13 @@ def failure(run: RunDir, ending: AttemptEnding, described: str) -> OnwardError:
         if own is not None and not ending.retry and not isinstance(own, TrainingFailed):
             return own
     at = f"rank {first.rank} on {first.host}, step {first.step}: {first.cause}; {described}" if first else described
+    # who has only lost another rank is not who failed, and the sentence says it
+    if first and first.secondary:
+        at = f"step {first.step}: {ending.sentence}; {described}"
     # the end of the log often has the native error that no record could hold
     lines = log_tail(run, ending.attempt).splitlines()[-TAIL_LINES:]
-    what = f"attempt {ending.attempt}: {at} ({ending.kind}: {ending.action}). The end of {run.log(ending.attempt)}:"
-    return TrainingFailed("\n  | ".join([what, *lines]), again=ending.retry > 0)
+    said = f"attempt {ending.attempt}: {at} ({ending.kind}: {ending.action}). The end of {run.log(ending.attempt)}:"
+    return TrainingFailed("\n  | ".join([said, *lines]), again=ending.retry > 0)
 
 
 def record_first_ending(

@@ -40,6 +40,12 @@ class Evidence:
     hosts: str = ""
     """Which hosts of the hostfile do not answer; "" if all do, or if the error of a rank says enough."""
 
+    peer: str = ""
+    """The host that the rank has lost, if its error only says that it lost another rank; "" if it is not known."""
+
+    asked: str = ""
+    """Why this flow asked the ranks to save and exit, so that another attempt follows; "" if it did not."""
+
     @property
     def error_class(self) -> str:
         """The class of the error, such as "ConfigError", or the signal that ended the rank; "" without an error."""
@@ -110,6 +116,8 @@ def sentence_of(evidence: Evidence) -> str:
         return f"the run is done{f' before its last step: {result.ended_early}' if result.ended_early else ''}"
     if evidence.outcome.reason == "stopped":
         return "it was stopped as asked" if result else "it was stopped as asked, and did not save in time"
+    if result is not None and evidence.asked:
+        return f"{evidence.asked}, and the ranks saved first"
     if result is not None:
         return "a signal that this flow had not sent (SIGTERM or SIGUSR1) asked the ranks to end; they saved first"
     if evidence.hosts or evidence.disk:
@@ -120,5 +128,8 @@ def sentence_of(evidence: Evidence) -> str:
         said = evidence.said
         lost = f"{said.launcher} cannot reach host {said.lost_host}, or has lost it; " if said.lost_host else ""
         return f"{lost}{evidence.ending}"
+    if error.secondary:
+        lost = f"the ranks on {evidence.peer}" if evidence.peer else "another rank"
+        return f"rank {error.rank} on {error.host} has lost {lost}: {' '.join(error.cause.split())}"
     how = "was ended by" if re.match(r"SIG\w+: ", error.cause) else "failed:"
     return f"rank {error.rank} on {error.host} {how} {' '.join(error.cause.split())}"

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from onward.infra.job.hosts import with_slots
 from onward.infra.job.job import LAUNCHERS, Job
 from onward.infra.job.launcher import Launcher, Ranks
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.events import Heartbeat
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import Networks, read_record
 
 
 def launcher_of(launch: LaunchConfig) -> Launcher:
@@ -25,9 +28,15 @@ def job_of(
     log: Path,
     heartbeat: Path | None = None,
 ) -> Job:
-    """Return the job that runs a module with its arguments on ranks. heartbeat, log: as of `Job`."""
+    """Return the job that runs a module with its arguments on ranks. heartbeat, log: as of `Job`.
+
+    With a hostfile it uses the networks that are written in `run_dir` (tasks/checks/host_table.py).
+    """
+    hostfile = str(with_slots(Path(launch.hostfile), run_dir / "hosts")) if launch.hostfile else ""
+    known = RunDir(run_dir).networks
+    networks = read_record(known, Networks).networks if launch.hostfile and known.exists() else ()
     return Job(
-        ranks=Ranks(module=tuple(module), num_ranks=num_ranks, hostfile=launch.hostfile),
+        ranks=Ranks(module=tuple(module), num_ranks=num_ranks, hostfile=hostfile, networks=networks),
         launcher=launcher_of(launch),
         run_dir=run_dir,
         log=log,

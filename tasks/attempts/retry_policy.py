@@ -20,6 +20,7 @@ from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.outcomes.ending_kinds import ENDINGS
 from onward.trainer.run.records import read_record, write_record
 
+FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 60.0
 FIRST_STEPS = 2
 """A rank that gets through the first steps has allocated all that it needs, unless shapes change."""
@@ -40,10 +41,9 @@ def retry_number(earlier: Sequence[AttemptEnding], checkpoint: int) -> int:
     return 1 if has_progress else earlier[-1].retry + 1
 
 
-def delay_before(retry: int, launch: LaunchConfig) -> float:
+def delay_before(retry: int) -> float:
     """Return the pause before a retry: short, as most faults are over, and four times as long after each in vain."""
-    first = launch.retry_delay_s
-    return min(first * 4.0 ** min(retry - 1, 20), max(LONGEST_DELAY_S, first))
+    return min(FIRST_DELAY_S * 4.0 ** min(retry - 1, 20), LONGEST_DELAY_S)
 
 
 def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptEnding:
@@ -68,7 +68,7 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
     # last, because some kinds set the number themselves
     if retry > config.launch.retries:
         retry = 0
-    delay_s = delay_before(retry, config.launch) if retry else 0.0
+    delay_s = delay_before(retry) if retry else 0.0
     ending = ending.model_copy(update={"retry": retry, "delay_s": delay_s})
     return ending.model_copy(update={"action": f"{changed}{what_follows(ending, config.launch)}"})
 

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-from onward.infra.job.hosts import read_hostfile, silence, silent_hosts, write_hostfile
-from onward.tasks.attempts.retry_policy import adjustments
+from onward.infra.job.hosts import read_hostfile, silence, silent_hosts
+from onward.tasks.attempts.layout_for_hosts import use_hosts
+from onward.tasks.checks.host_table import ask_hosts, files_of_ranks
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.errors import RuntimeUnavailable, StorageUnavailable
-from onward.trainer.run.adjustments import fewer_replicas
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.outcomes.attempt_endings import endings
 from onward.trainer.run.outcomes.storage import storage_problem
-from onward.trainer.run.records import write_record
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,10 @@ STORAGE_WAIT_S = 600.0
 POLL_S = 2.0
 """Seconds between two looks at a full disk."""
 LEAST_BYTES = 1 << 20
-HOST_PAUSES_S = (2.0, 10.0, 60.0)
-"""Pauses before hosts that did not answer are asked again."""
+HOST_POLL_S = 5.0
+"""Seconds before hosts that did not answer are asked again."""
+KNOWN_S = 30.0
+"""How long what the hosts said at the end of an attempt is true."""
 
 
 def wait_until_ready(run: RunDir) -> None:
@@ -45,7 +48,8 @@ def wait_until_ready(run: RunDir) -> None:
     if last.kind == "storage":
         wait_for_storage(run)
     if read_config(run, "given").launch.hostfile:
-        wait_for_hosts(run)
+        is_new = 0 <= time.time() - last.ended_ms / 1000 <= KNOWN_S
+        wait_for_hosts(run, known=last.silent_hosts if is_new else {})
 
 
 def wait_for_storage(run: RunDir) -> None:
@@ -67,43 +71,44 @@ def wait_for_storage(run: RunDir) -> None:
         log.warning("%s can be written again", run.root)
 
 
-def wait_for_hosts(run: RunDir) -> None:
-    """Wait until every host of the hostfile answers; with `launch.on_host_lost = "fewer"` go on without the others."""
-    config = read_config(run, "given")
-    hosts = read_hostfile(Path(config.launch.hostfile))
-    silent = silent_hosts(list(hosts))
-    for pause_s in HOST_PAUSES_S:
-        if not silent:
-            break
-        log.warning("%s; asking again in %g s", silence(silent), pause_s)
-        time.sleep(pause_s)
-        silent = silent_hosts(list(hosts))
-    changes = adjustments(run)
-    if not silent:
-        if changes.data:
-            log.warning("all %d hosts answer again: the layout is the configured one", len(hosts))
-            write_record(run.adjusted, changes.model_copy(update={"data": 0, "hostfile": ""}))
-        return
-    if config.launch.on_host_lost == "wait":
+def wait_for_hosts(run: RunDir, *, known: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Wait until every host of the hostfile is ready; with `launch.on_host_lost = "fewer"` go on without the others.
+
+    known: hosts that have not answered just now, with what ssh said; those that need not be there are not asked again.
+    Raises RuntimeUnavailable if the hosts that are ready are too few.
+    """
+    launch = read_config(run, "given").launch
+    path = Path(launch.hostfile)
+    hosts = read_hostfile(path)
+    lost = {host: known[host] for host in hosts if host in known and launch.on_host_lost == "fewer"}
+    silent = {**lost, **unready_hosts(run, [host for host in hosts if host not in lost])}
+    deadline = time.monotonic() + launch.host_wait_s
+    said = ""
+    while silent and launch.on_host_lost == "wait" and time.monotonic() < deadline:
+        # the reasons change while a host starts
+        if silence(silent) != said:
+            said = silence(silent)
+            log.warning("%s; waiting up to %g s (launch.host_wait_s)", said, launch.host_wait_s)
+        time.sleep(HOST_POLL_S)
+        # hosts may be taken out of the file, or added, meanwhile
+        hosts = read_hostfile(path)
+        silent = unready_hosts(run, list(hosts))
+    left = {host: slots for host, slots in hosts.items() if host not in silent}
+    if silent and launch.on_host_lost == "wait":
         raise RuntimeUnavailable(
-            f"{silence(silent)}; bring them back and resume; a run with launch.on_host_lost = 'fewer' goes on with the "
-            "hosts that answer"
+            f"{silence(silent)}; waited for {launch.host_wait_s:g} s (launch.host_wait_s); bring them back and resume; "
+            "a run with launch.on_host_lost = 'fewer' goes on with the hosts that answer"
         )
-    # a host without a number of slots takes its part of the ranks
-    part = -(-config.world_size // len(hosts))
+    use_hosts(run, left, lost=silence(silent) if silent else "")
+
+
+def unready_hosts(run: RunDir, hosts: Sequence[str]) -> dict[str, str]:
+    """Return the hosts that do not answer, or cannot be used yet: one that has just started may lack its file systems.
+
+    Each with the reason.
+    """
+    silent = silent_hosts(hosts)
     answering = [host for host in hosts if host not in silent]
-    left = {host: hosts[host] or part for host in answering}
-    hostfile = run.root / "hosts-left"
-    fewer = fewer_replicas(config, changes, ranks=sum(left.values()), hostfile=str(hostfile)) if left else None
-    if fewer is None:
-        raise RuntimeUnavailable(
-            f"{silence(silent)}; the {sum(left.values())} slots that are left take no layout of this run: it needs "
-            f"{config.parallel.tensor * config.parallel.pipeline} ranks for one replica, and replicas that divide a "
-            f"batch of {config.train.global_batch_size} into micro-batches of {config.micro_batch_size}"
-        )
-    write_hostfile(hostfile, left)
-    write_record(run.adjusted, fewer)
-    log.warning(
-        "%s; going on with %d of %d replicas on %s (launch.on_host_lost)",
-        *(silence(silent), fewer.data, config.parallel.data, ", ".join(left)),
-    )
+    config = read_config(run)
+    table = ask_hosts(config.launch, run.root, files_of_ranks(config), hosts=answering)
+    return {**silent, **table.unready()}

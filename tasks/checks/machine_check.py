@@ -109,11 +109,10 @@ def _hostfile_problems(launch: LaunchConfig, ranks: int) -> Iterator[str]:
     slots = sum(hosts.values())
     if not hosts:
         yield f"launch.hostfile: {path} names no host; write one in each line, such as `node1 slots=4`"
-    # a host without a number of slots takes as many ranks as are left
-    elif all(hosts.values()) and slots < ranks:
+    elif slots < ranks:
         yield (
             f"launch.hostfile: {path} has {slots} slots on {len(hosts)} host{'s' * (len(hosts) > 1)}, but the job "
-            f"needs {ranks} ranks; raise `slots=`, add hosts, or start fewer ranks"
+            f"needs {ranks} ranks; raise `slots=` (a line without it is one rank), add hosts, or start fewer ranks"
         )
 
 

@@ -50,8 +50,7 @@ def test_a_run_that_is_cancelled_in_prefect_ends_as_cancelled_and_goes_on_to_the
 ) -> None:
     before, reached = runs_of(workshop), tmp_path / "reached"
     paused = phase == "a retry's pause"
-    more = ("launch.retry_delay_s=100",) if paused else ()
-    process = start_until(workshop, "step" if paused else phase, "wait", reached, *more)
+    process = start_until(workshop, "step" if paused else phase, "wait", reached, retry_delay_s=100.0 * paused)
     until(reached.exists, limit_s=300)
     name, run = begun(workshop, before)
     assert run is not None

@@ -94,11 +94,21 @@ def undisturbed(workshop: Workshop) -> str:
 
 
 def start_until(
-    workshop: Workshop, phase: str, action: str, once: Path, *more: str, disk: Path | None = None
+    workshop: Workshop,
+    phase: str,
+    action: str,
+    once: Path,
+    *more: str,
+    disk: Path | None = None,
+    retry_delay_s: float = 0.0,
 ) -> subprocess.Popen[str]:
-    """Start a run to whose flow, or to a disk (default: that of the home), something happens in a phase."""
+    """Start a run to whose flow, or to a disk (default: that of the home), something happens in a phase.
+
+    retry_delay_s: the pause before a retry; 0 = as always.
+    """
     shutil.rmtree(workshop.home / "shards", ignore_errors=True)
     settings = {"phase": PHASES[phase], "action": action, "once": str(once), "home": str(disk or workshop.home)}
+    settings |= {"retry_delay_s": retry_delay_s}
     support = Path(__file__).parents[1] / "support" / "at_a_phase"
     path = os.pathsep.join([str(support), str(support.parents[2]), os.environ.get("PYTHONPATH", "")])
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(1200), pytest.mark.usefixture
 
 SHORT = (
     *("train.num_steps=40", "train.evaluation_period=20", "checkpoint.period=10", "parallel.data=1", "export.alias="),
-    *("launch.rehearsal='off'", "launch.retries=1", "launch.retry_delay_s=0.1"),
+    *("launch.rehearsal='off'", "launch.retries=1"),
 )
 STEP_25 = "^event scalars 25$"
 PREFLIGHT = r"^open .*/preflight/\S*rank-00000"

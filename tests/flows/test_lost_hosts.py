@@ -1,7 +1,8 @@
-"""A run over two hosts of which one crashes: whole `onward run`s, over ssh, in namespaces with their own network."""
+"""Runs over several hosts of which one crashes: whole `onward run`s, over ssh, in namespaces with their own network."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.outcomes.attempt_endings import endings
 from tests.support.machines import Machines, machines, missing
-from tests.support.runs import assert_close, assert_equal_bits, final_tensors
+from tests.support.runs import assert_close, assert_equal_bits, final_tensors, losses
 from tests.support.workshop import Workshop, reached, until
 
 pytestmark = [
@@ -35,7 +36,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 @pytest.fixture(scope="module")
 def cluster(workshop: Workshop) -> Iterator[Machines]:
-    with machines(workshop.root / "machines", 2) as found:
+    with machines(workshop.root / "machines", 3) as found:
         yield found
 
 
@@ -45,15 +46,24 @@ def undisturbed(workshop: Workshop) -> RunDir:
     return RunDir(Path(run["directory"]))
 
 
+def started(
+    workshop: Workshop, cluster: Machines, name: str, *more: str, hosts: int = 2
+) -> tuple[subprocess.Popen[bytes], RunDir, Path]:
+    """A run on the first hosts, one rank on each, and the log of its command."""
+    words = [sys.executable, "-m", "onward.flows.cli", "run", str(workshop.root / "config.toml"), *SETTINGS]
+    hostfile = workshop.root / f"{name}.hosts"
+    hostfile.write_text("".join(f"h{number}\n" for number in range(hosts)))
+    log = workshop.root / f"{name}.log"
+    command = cluster.start([*words, f"launch.hostfile='{hostfile}'", *more], workshop.environment, log)
+    return command, workshop.new_run(), log
+
+
 @pytest.mark.parametrize("comes_back", [False, True], ids=["fewer", "wait"])
 def test_a_crashed_host_is_named_and_the_run_goes_on_without_it_or_with_it_once_it_is_back(
     workshop: Workshop, cluster: Machines, undisturbed: RunDir, comes_back: bool
 ) -> None:
-    words = [sys.executable, "-m", "onward.flows.cli", "run", str(workshop.root / "config.toml"), *SETTINGS]
-    words += [f"launch.hostfile='{cluster.hostfile(1)}'", f"launch.on_host_lost='{'wait' if comes_back else 'fewer'}'"]
-    log = workshop.root / f"{comes_back}.log"
-    command = cluster.start(words, workshop.environment, log)
-    run = workshop.new_run()
+    policy = "wait" if comes_back else "fewer"
+    command, run, log = started(workshop, cluster, policy, f"launch.on_host_lost='{policy}'")
     until(lambda: reached(run, 120), limit_s=180)
     cluster.crash("h1")
     if comes_back:
@@ -68,5 +78,47 @@ def test_a_crashed_host_is_named_and_the_run_goes_on_without_it_or_with_it_once_
     if comes_back:
         assert_equal_bits(final_tensors(run), final_tensors(undisturbed))
     else:
-        assert "going on with 1 of 2 replicas on h0 (launch.on_host_lost)" in said
+        layout = "1 of 2 replicas, each with 2 micro-batches of 4 samples in a step on h0 (launch.on_host_lost)"
+        assert f"going on with {layout}" in said
+        assert others[0].began_ms - first.ended_ms < 15_000, "nothing is waited for"
         assert_close(final_tensors(run), final_tensors(undisturbed), 1e-4)
+
+
+def test_a_pipeline_that_lost_a_host_goes_on_in_the_layout_that_fits(
+    workshop: Workshop, cluster: Machines, undisturbed: RunDir
+) -> None:
+    layout = ("parallel.data=1", "parallel.pipeline=2", "train.gradient_accumulation_steps=2")
+    command, run, log = started(workshop, cluster, "pipeline", *layout, "launch.on_host_lost='fewer'")
+    until(lambda: reached(run, 120), limit_s=180)
+    cluster.crash("h1")
+    assert command.wait(400) == 0, log.read_text()[-3000:]
+    cluster.boot(1)
+    assert [ending.kind for ending in endings(run)] == ["host_lost", "done"]
+    assert "going on with data 1 x tensor 1 x pipeline 1, each with " in log.read_text()
+    assert_close(final_tensors(run), final_tensors(undisturbed), 1e-4)
+
+
+def test_all_hosts_that_are_left_compute_and_one_that_is_back_is_used_after_the_next_checkpoint(
+    workshop: Workshop, cluster: Machines
+) -> None:
+    more = ("parallel.data=3", "train.global_batch_size=24", "train.num_steps=3000")
+    command, run, log = started(workshop, cluster, "back", *more, "launch.on_host_lost='fewer'", hosts=3)
+    until(lambda: reached(run, 120), limit_s=180)
+    cluster.crash("h2")
+    until(lambda: reached(run, 0, attempt=2), limit_s=180)
+    layout = "2 of 3 replicas, each with 2 micro-batches of 6 samples in a step on h0, h1 (launch.on_host_lost)"
+    assert f"going on with {layout}" in log.read_text()
+    cluster.boot(2)
+    assert command.wait(500) == 0, log.read_text()[-3000:]
+    first, second, third = endings(run)
+    assert [each.kind for each in (first, second, third)] == ["host_lost", "preempted", "done"]
+    assert "h2 can be used, and the ranks saved first" in second.sentence
+    assert (second.step, second.retry) == (second.checkpoint, 1), "no step is made again"
+    assert "all 3 hosts answer again: the layout is the configured one" in log.read_text()
+    # of the same samples in the same order the losses differ by rounding, which grows with the steps
+    found = losses(run)
+    assert sorted(found) == [*range(5, 3001, 5)]
+    same = workshop.onward("run", str(workshop.root / "config.toml"), *SETTINGS, *more)
+    wanted = losses(RunDir(Path(same["directory"])))
+    for step in range(5, second.step, 5):
+        assert found[step] == pytest.approx(wanted[step], rel=1e-3, abs=1e-4)

@@ -264,9 +264,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         "onward.flows.running.flow_guard._expect_no_answer", lambda: None
     )  # it is for the rest of the process
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path))
+    monkeypatch.setattr("onward.tasks.attempts.retry_policy.FIRST_DELAY_S", 0.0)
     run = make_run(tmp_path, "aaaa-1", "mlp-3", config_name="mlp")
     (tmp_path / "hosts").write_text("h0 slots=1\nh1 slots=1\n")
-    launch = {"retries": 1, "retry_delay_s": 0, "hostfile": str(tmp_path / "hosts")}
+    launch = {"retries": 1, "hostfile": str(tmp_path / "hosts")}
     sections = {
         "model": {"path": str(tmp_path / "model.onnx")},
         "data": {"source": "digits"},
@@ -311,7 +312,7 @@ def test_an_ending_has_its_class_its_retry_its_exit_status_and_what_to_do(
         counts = iter((0, left.oom_kills) * 2)
         monkeypatch.setattr("onward.tasks.attempts.attempt.num_oom_kills", lambda: next(counts))
         monkeypatch.setattr("onward.tasks.attempts.attempt.silent_hosts", lambda hosts: left.hosts)
-        monkeypatch.setattr("onward.tasks.attempts.wait_before_retry.silent_hosts", lambda hosts: {})
+        monkeypatch.setattr("onward.tasks.attempts.wait_before_retry.unready_hosts", lambda run, hosts: {})
         monkeypatch.setattr("onward.tasks.attempts.attempt.storage_problem", lambda folder: left.disk)
         monkeypatch.setattr("onward.tasks.train.job_of_attempt", lambda attempt: Job(attempt.run, attempt.number, left))
     with contextlib.suppress(OnwardError), Ending(run):

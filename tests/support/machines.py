@@ -57,9 +57,9 @@ exec ssh -i {folder}/key -o IdentitiesOnly=yes -o StrictHostKeyChecking=no -o Us
 """
 
 
-def missing() -> str:
-    """Why there can be no machines here; "" if there can."""
-    absent = [name for name in NEEDED if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
+def missing(*more: str) -> str:
+    """Why there can be no machines here, or no programs that a test needs on them; "" if there can."""
+    absent = [name for name in (*NEEDED, *more) if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
     if absent:
         return f"hosts of their own need {', '.join(absent)}"
     allowed = subprocess.run(["unshare", "--net", "--uts", "--pid", "--fork", "--mount", "true"], capture_output=True)
@@ -129,6 +129,10 @@ class Machines:
         """The words that run a command on a host."""
         spaces = ("--net", "--uts", "--pid", "--mount")
         return ["nsenter", "-t", str(self._first(name)), *spaces, f"--wd={Path.cwd()}", "--"]
+
+    def do(self, name: str, *words: str) -> None:
+        """Run a command on a host."""
+        subprocess.run([*self.on(name), *words], check=True, capture_output=True)
 
     def start(
         self, words: Sequence[str], environment: Mapping[str, str], log: Path, *, host: str = "h0"

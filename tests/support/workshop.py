@@ -50,7 +50,6 @@ data = 2
 [launch]
 device = "cpu"
 threads_per_rank = 1
-retry_delay_s = 0.5
 [checkpoint]
 period = 50
 [monitor]

@@ -16,7 +16,6 @@ from tests.support.retried import train_to_end
 from tests.support.runs import assert_equal_bits, final_tensors, losses, make_run, tiny_images
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.timeout(400)]
-LAUNCH = {"retry_delay_s": 0.1}
 SHORT_OF_MEMORY = """
 import torch
 
@@ -33,14 +32,12 @@ def loss(output, labels):
 
 def new_run(folder: Path, data: dict[str, Any] | None = None, /, **sections: Any) -> RunDir:
     step = {"global_batch_size": 8, "num_steps": 40, "evaluation_period": 0} | sections.pop("train", {})
-    launch = LAUNCH | sections.pop("launch", {})
     return make_run(
         folder,
         tiny_conv_net(),
         data or tiny_images(80),
         train=step,
         checkpoint={"period": 10} | sections.pop("checkpoint", {}),
-        launch=launch,
         **sections,
     )
 

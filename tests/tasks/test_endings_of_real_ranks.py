@@ -36,7 +36,7 @@ from tests.support.workshop import until
 pytestmark = pytest.mark.mpi
 STEPS = 120
 STEP = {"global_batch_size": 8, "num_steps": STEPS, "evaluation_period": 0}
-LAUNCH = {"retry_delay_s": 0.1, "heartbeat_timeout_s": 8}
+LAUNCH = {"heartbeat_timeout_s": 8}
 
 
 def new_run(folder: Path, **sections: Any) -> RunDir:
@@ -140,7 +140,7 @@ def test_three_kills_with_progress_between_them_do_not_use_up_two_retries(tmp_pa
 def test_an_error_of_a_rank_has_its_class_whatever_the_number_of_ranks_and_is_not_tried_again(
     ranks: int, tmp_path: Path
 ) -> None:
-    run = new_run(tmp_path, parallel={"data": ranks}, optimizer={"learning_rate": 1e38}, launch={"retry_delay_s": 0.1})
+    run = new_run(tmp_path, parallel={"data": ranks}, optimizer={"learning_rate": 1e38})
     with pytest.raises(Diverged, match="lower the learning rate"):
         train_to_end(run)
     (only,) = endings(run)

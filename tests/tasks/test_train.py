@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> RunDir:
             "data": {"source": "digits"},
             "train": {"num_steps": 8, "global_batch_size": 4},
             "parallel": {"data": 2},
-            "launch": {"start_timeout_s": 20, "stop_grace_s": 2, "retry_delay_s": 0.1},
+            "launch": {"start_timeout_s": 20, "stop_grace_s": 2},
         }
     )
     write_record(run.config, config)

@@ -191,6 +191,11 @@ REMOVED: Mapping[str, Removed] = {
         _without_effect,
     ),
     "launch.rehearsal_timeout_s": Removed("the rehearsal takes a minute at most", (60.0,), _without_effect),
+    "launch.retry_delay_s": Removed(
+        "a retry begins after half a second, and after four times as long each further time without progress",
+        (0.5, 2.0),
+        _without_effect,
+    ),
     "launch.storage_wait_s": Removed(
         "a retry waits up to 10 minutes for the disk; launch.retries = 0 does not wait", (600.0,), _without_effect
     ),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +11,9 @@ import torch.distributed as dist
 from onward.trainer.distributed.failures import install_excepthook
 from onward.trainer.distributed.mesh import backend_of
 from onward.trainer.distributed.processes import MPIContext, connect, disconnect, launcher_versions
+from onward.trainer.distributed.world import address_in_use
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.machine.host_report import SOURCE, source_digest
 from onward.trainer.run.machine.this_machine import free_host_memory
 from onward.trainer.run.records import RankReport, write_record
 
@@ -49,7 +49,7 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
     assert world is not None
     on_gpu = mpi.device.type == "cuda"
     versions = {"torch": torch.__version__, **launcher_versions(), "Python": platform.python_version()}
-    versions["Onward (digest of its source)"] = source_digest()
+    versions[SOURCE] = source_digest()
     if on_gpu:
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl))}
@@ -58,6 +58,7 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
         world_size=mpi.world_size,
         expected_world_size=expected_world_size,
         host=mpi.host,
+        address=address_in_use(),
         pid=os.getpid(),
         device=str(mpi.device),
         gpu=torch.cuda.get_device_name(mpi.device) if on_gpu else "",
@@ -67,15 +68,6 @@ def preflight(mpi: MPIContext, expected_world_size: int) -> RankReport:
         all_reduce=float(total),
         all_reduce_expected=expected_world_size * (expected_world_size + 1) / 2,
     )
-
-
-def source_digest() -> str:
-    """Return a digest of the source files of this package, which the hosts of a job may have in different versions."""
-    folder = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def free_memory(device: torch.device) -> int:

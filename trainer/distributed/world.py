@@ -71,3 +71,9 @@ def use_interface_of(address: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if interface != "lo":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def address_in_use() -> str:
+    """Return this host's address on the interface that gloo is bound to; "" if it has no IPv4 address."""
+    entries = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
+    return next((entry.address for entry in entries if entry.family == socket.AF_INET), "")

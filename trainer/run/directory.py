@@ -19,6 +19,7 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
         pruned.json             Pruned: why the trial ends early       monitor
         runtime.json            RuntimeReport                  init runtime
         quantized/              the model with QuantizeLinear, quantized.json (Quantized)  configure
+        networks.json           Networks: by which networks the hosts of the hostfile reach each other    init runtime
         preflight/              preflight.log, one RankReport per rank          init runtime
         job.json                the newest job: its tag, command and start time (infra/job/job.py)
         shards/manifest.json    ShardManifest (a link into the shard cache)     shard data
@@ -141,6 +142,10 @@ class RunDir:
     @property
     def runtime(self) -> Path:
         return self.root / "runtime.json"
+
+    @property
+    def networks(self) -> Path:
+        return self.root / "networks.json"
 
     @property
     def shards(self) -> Path:

@@ -51,6 +51,8 @@ class RankReport(Record):
     world_size: int
     expected_world_size: int
     host: str
+    address: str = ""
+    """By which gloo of other ranks reaches it; "" in a report of an earlier version."""
     pid: int
     device: str
     gpu: str = ""
@@ -64,6 +66,13 @@ class RankReport(Record):
     all_reduce: float
     """Sum of all rank numbers by all-reduce; correct if equal to `all_reduce_expected`."""
     all_reduce_expected: float
+
+
+class Networks(Record):
+    """The networks by which the hosts of a hostfile reach each other, as ssh has used them."""
+
+    networks: tuple[str, ...]
+    """Such as "10.0.0.0/24"; () if they are not known, or there is one host."""
 
 
 class RuntimeReport(Record):

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
-from onward.infra.job.hosts import MOST_BYTES, Skew, clock_skews, read_hostfile, silence, silent_hosts, write_hostfile
+from onward.infra.job.hosts import (
+    MOST_BYTES,
+    Answer,
+    ask_programs,
+    read_hostfile,
+    silence,
+    silent_hosts,
+    with_slots,
+    write_hostfile,
+)
 
 AGENT = """#!/bin/sh
 # stands in for ssh: agent -o option... host command
@@ -22,9 +33,17 @@ while [ "$1" = -o ]; do shift 2; done
 def test_a_hostfile_is_read_and_written_with_its_slots(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# two machines\nh0 slots=2\nh1 slots = 4 max_slots=8 # new\n\nh0 slots=1\nh2\n")
     hosts = read_hostfile(tmp_path / "hosts")
-    assert hosts == {"h0": 3, "h1": 4, "h2": 0}
+    assert hosts == {"h0": 3, "h1": 4, "h2": 1}, "a line without a number is one rank"
     write_hostfile(tmp_path / "left", hosts)
-    assert (tmp_path / "left").read_text() == "h0 slots=3\nh1 slots=4\nh2\n"
+    assert (tmp_path / "left").read_text() == "h0 slots=3\nh1 slots=4\nh2 slots=1\n"
+
+
+def test_mpirun_is_told_the_slots_of_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("h0 slots=2 max_slots=4 # h1\n")
+    assert with_slots(path, tmp_path / "copy") == path, "as it is, with what else it says"
+    path.write_text("h0\nh1 slots=2\nh0\n")
+    assert with_slots(path, tmp_path / "copy").read_text() == "h0 slots=2\nh1 slots=2\n"
 
 
 def test_a_file_too_large_for_a_hostfile_is_not_read(tmp_path: Path) -> None:
@@ -77,16 +96,37 @@ def test_hosts_that_do_not_answer_are_named_with_what_the_agent_said(tmp_path: P
     assert silent_hosts(["h0"], absent) == {"h0": f"{tmp_path}/absent cannot be started: No such file or directory"}
 
 
-def test_the_clocks_of_hosts_are_compared_with_the_one_here(tmp_path: Path) -> None:
+PROGRAM = """
+import json, os, socket, sys
+print("Welcome to " + os.environ["HOST"])
+print(sys.stdin.readline().strip(), file=sys.stderr)
+if os.environ["HOST"] == "h3":
+    sys.exit("No module named onward")
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    port = listening.getsockname()[1]
+    if os.environ["HOST"] == "h2":
+        listening.close()
+    print("line " + json.dumps({"address": "127.0.0.1", "head": "127.0.0.1", "port": port}), flush=True)
+    asked = int(sys.stdin.readline())
+    socket.create_connection(("127.0.0.1", asked)).close()
+    print("line " + ("refused" if os.environ["HOST"] == "h4" else ""), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_program_on_each_host_answers_and_is_reached_at_another_port(tmp_path: Path) -> None:
     agent = tmp_path / "agent"
-    # h0 is 1000 s ahead, h1 does not answer, and h2 has no such command
-    agent.write_text(
-        AGENT.rpartition('[ "$2"')[0] + '[ "$1" = h0 ] && date -d "+1000 seconds" +%s.%N || echo "date: not found"\n'
-    )
+    run_there = 'HOST="$1"; export HOST; shift; exec sh -c "$*"\n'
+    agent.write_text(AGENT.rpartition('[ "$2"')[0] + run_there)
     agent.chmod(0o755)
     users = {"PATH": "/bin:/usr/bin", "PRTE_MCA_plm_ssh_agent": str(agent)}
-    skews = clock_skews(["h0", "h1", "h2", "localhost"], users)
-    ahead = skews.pop("h0")
-    assert ahead is not None
-    assert abs(ahead.seconds - 1000) <= ahead.uncertain_s + 0.1
-    assert skews == {"h1": None, "h2": None, "localhost": Skew(0.0, 0.0)}
+    hosts = ["h0", "h1", "h2", "h3", "h4"]
+    answers = ask_programs(hosts, [sys.executable, "-c", PROGRAM], "who are you?", "line ", users)
+    assert list(answers) == hosts
+    assert answers["h1"].problem == "ssh: connect to host h1 port 22: No route to host"
+    assert not answers["h1"].has_no_program
+    assert (answers["h0"].problem, answers["h0"].to_host, answers["h0"].to_head) == ("", "", "")
+    assert json.loads(answers["h0"].report)["address"] == "127.0.0.1"
+    assert "refused" in answers["h2"].to_host
+    assert answers["h3"] == Answer("who are you? No module named onward", has_no_program=True)
+    assert answers["h4"].to_head == "refused"

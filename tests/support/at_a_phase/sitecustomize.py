@@ -36,10 +36,13 @@ def _text(event: str, arguments: tuple[Any, ...]) -> str:
 
 
 def _wait_shortly() -> None:
-    """Let a retry wait 3 s for a disk, and not 10 minutes."""
+    """Let a retry wait 3 s for a disk, and not 10 minutes, and before it as long as the test says."""
     waiting = sys.modules.get("onward.tasks.attempts.wait_before_retry")
     if waiting is not None and hasattr(waiting, "STORAGE_WAIT_S"):
         waiting.STORAGE_WAIT_S = 3.0
+    policy = sys.modules.get("onward.tasks.attempts.retry_policy")
+    if SETTINGS.get("retry_delay_s") and policy is not None and hasattr(policy, "LONGEST_DELAY_S"):
+        policy.FIRST_DELAY_S = policy.LONGEST_DELAY_S = SETTINGS["retry_delay_s"]
 
 
 def _report_events() -> None:

@@ -112,7 +112,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_retry_waits_until_the_disk_takes_a_checkpoint(
     tmp_path: Path, quick: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = new_run(tmp_path, launch={"retry_delay_s": 0})
+    monkeypatch.setattr("onward.tasks.attempts.retry_policy.FIRST_DELAY_S", 0.0)
+    run = new_run(tmp_path)
     ending(run, "storage")
     answers = iter(["it is full", "it is full", ""])
     monkeypatch.setattr(readiness, "storage_problem", lambda folder, needed: next(answers))
@@ -157,26 +158,48 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Hosts that do not answer."""
     down: set[str] = set()
     monkeypatch.setattr(
-        readiness, "silent_hosts", lambda hosts: {host: "No route to host" for host in hosts if host in down}
+        readiness, "unready_hosts", lambda run, hosts: {host: "No route to host" for host in hosts if host in down}
     )
     return down
 
 
 def hosts_run(folder: Path, **launch: Any) -> RunDir:
     (folder / "hosts").write_text("h0 slots=2\nh1 slots=2  # the second\n")
-    run = new_run(folder, parallel={"data": 4}, launch={"hostfile": str(folder / "hosts"), "retry_delay_s": 0} | launch)
+    run = new_run(folder, parallel={"data": 4}, launch={"hostfile": str(folder / "hosts")} | launch)
     ending(run, "host_lost")
     return run
 
 
-def test_hosts_that_do_not_answer_are_asked_again_after_2_10_and_60_seconds_and_then_the_run_ends(
-    tmp_path: Path, quick: list[float], silent: set[str]
+def test_a_run_waits_for_a_host_that_does_not_answer_and_then_ends(
+    tmp_path: Path, silent: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = hosts_run(tmp_path, host_wait_s=0.3)
+    silent.add("h1")
+    monkeypatch.setattr(readiness, "HOST_POLL_S", 0.05)
+    began_at = time.monotonic()
+    said = r"1 host does not answer: h1 \(No route to host\); waited for 0.3 s \(launch.host_wait_s\); bring them back"
+    with pytest.raises(RuntimeUnavailable, match=said):
+        wait_until_ready(run)
+    assert 0.3 < time.monotonic() - began_at < 20
+
+
+def test_a_host_that_is_back_or_is_taken_out_of_the_file_is_not_waited_for(
+    tmp_path: Path, silent: set[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = hosts_run(tmp_path)
     silent.add("h1")
-    with pytest.raises(RuntimeUnavailable, match=r"1 host does not answer: h1 \(No route to host\); bring them back"):
+    monkeypatch.setattr("onward.tasks.attempts.retry_policy.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(readiness.time, "sleep", lambda pause_s: pause_s and silent.clear())
+    ending(run, "host_lost")
+    wait_until_ready(run)
+    assert caplog.text.count("h1 (No route to host); waiting up to 600 s (launch.host_wait_s)") == 1
+    assert not run.adjusted.exists()
+    silent.add("h1")
+    monkeypatch.setattr(
+        readiness.time, "sleep", lambda pause_s: pause_s and (tmp_path / "hosts").write_text("h0 slots=3\n")
+    )
+    with pytest.raises(RuntimeUnavailable, match=r"hosts has 3 slots, and the run has 4 ranks; .* take no layout"):
         wait_until_ready(run)
-    assert quick == [0, 2, 10, 60]
 
 
 def test_a_run_that_may_goes_on_with_the_hosts_that_answer_and_takes_the_others_back(
@@ -188,8 +211,11 @@ def test_a_run_that_may_goes_on_with_the_hosts_that_answer_and_takes_the_others_
     config = read_config(run)
     assert (config.world_size, config.micro_batch_size, config.train.gradient_accumulation_steps) == (2, 2, 2)
     assert Path(config.launch.hostfile).read_text() == "h0 slots=2\n"
-    assert "going on with 2 of 4 replicas on h0 (launch.on_host_lost)" in caplog.text
+    assert quick == [pytest.approx(0.5, abs=0.5)], "without a further pause"
+    layout = "2 of 4 replicas, each with 2 micro-batches of 2 samples in a step on h0 (launch.on_host_lost)"
+    assert f"going on with {layout}" in caplog.text
     silent.clear()
+    caplog.clear()
     wait_until_ready(run)
     assert read_config(run) == read_config(
         new_run(
@@ -201,15 +227,32 @@ def test_a_run_that_may_goes_on_with_the_hosts_that_answer_and_takes_the_others_
     assert adjustments(run).data == 0
 
 
-def test_hosts_too_few_for_one_replica_end_the_run_with_the_numbers(
-    tmp_path: Path, quick: list[float], silent: set[str]
+def test_hosts_that_were_silent_at_the_end_of_an_attempt_are_not_asked_again(
+    tmp_path: Path, quick: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A host without power answers nothing for 10 s."""
+    run = hosts_run(tmp_path, on_host_lost="fewer")
+    ending(run, "host_lost", silent_hosts={"h1": "Connection timed out"})
+    asked: list[str] = []
+    monkeypatch.setattr(readiness, "unready_hosts", lambda run, hosts: asked.extend(hosts) or {})
+    wait_until_ready(run)
+    assert (asked, read_config(run).world_size) == (["h0"], 2)
+    monkeypatch.setattr(readiness, "KNOWN_S", -1.0)
+    wait_until_ready(run)
+    assert (asked, read_config(run).world_size) == (["h0", "h0", "h1"], 4)
+
+
+def test_hosts_that_take_no_layout_end_the_run_with_the_numbers(
+    tmp_path: Path, quick: list[float], silent: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # which opens the model, and finds nothing either
+    monkeypatch.setattr("onward.tasks.attempts.layout_for_hosts._other_layout", lambda *_: None)
     (tmp_path / "hosts").write_text("h0 slots=1\nh1 slots=1\n")
     run = new_run(
         tmp_path,
         train={"gradient_accumulation_steps": 2},
         parallel={"data": 1, "pipeline": 2},
-        launch={"hostfile": str(tmp_path / "hosts"), "retry_delay_s": 0, "on_host_lost": "fewer"},
+        launch={"hostfile": str(tmp_path / "hosts"), "on_host_lost": "fewer"},
     )
     ending(run, "host_lost")
     silent.add("h1")

@@ -173,11 +173,12 @@ def test_a_host_file_is_read(tmp_path: Path) -> None:
     for text, sentence in (
         ("# nothing\n", "names no host"),
         ("a slots=1\nb slots=1\n", "has 2 slots on 2 hosts, but the job needs 3 ranks"),
+        ("a slots=1\nb\n", "has 2 slots on 2 hosts, but the job needs 3 ranks"),
     ):
         hosts.write_text(text)
         (problem,) = problems(tmp_path, launch={"hostfile": str(hosts)}, parallel={"data": 3}, train=BATCH)
         assert sentence in problem
-    hosts.write_text("a slots=1\nb\n")  # mpirun decides how many ranks b takes
+    hosts.write_text("a slots=2\nb\n")
     assert problems(tmp_path, launch={"hostfile": str(hosts)}, parallel={"data": 3}, train=BATCH) == []
 
 

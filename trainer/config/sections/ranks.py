@@ -137,17 +137,17 @@ class LaunchConfig(Section):
     """How often a failed job is started again without progress: from its newest checkpoint or, without one, from step 0
     (see `checkpoint.minutes`). A checkpoint beyond all earlier ones is progress, after which the count begins again.
     Before a retry after a full or failed disk a run waits up to 10 minutes until a checkpoint can be written again."""
-    retry_delay_s: SecondsOrZero = 0.5
-    """Pause before a retry; before each further retry without progress it is four times as long, up to a minute."""
     on_out_of_memory: Literal["stop", "smaller"] = "stop"
     """What follows when a rank runs out of memory. `smaller` = the next attempt has micro-batches of half the samples
     and twice `train.gradient_accumulation_steps`: the same batch, and the bits of a run that was configured so. They
     are not those of this run before, so `stop` is the default: the run ends, after one retry if it was past its first
     steps."""
     on_host_lost: Literal["wait", "fewer"] = "wait"
-    """What follows when a host of the hostfile does not answer before a retry, also not after pauses of 2, 10 and 60 s.
-    `wait` = the run ends. `fewer` = it goes on with fewer replicas on the hosts that answer, and the same batch; a
-    later retry takes all hosts again if they answer."""
+    """What follows when a host of the hostfile does not answer before a retry. `wait` = the run waits for it for
+    `host_wait_s`, then ends. `fewer` = it goes on at once on the hosts that answer, with the same batch and fewer
+    replicas, or another layout if one replica does not fit; a later attempt takes all hosts again if they answer."""
+    host_wait_s: SecondsOrZero = 600.0
+    """Longest time for which a run waits for a host that does not answer. A host may need minutes to start again."""
     start_timeout_s: Seconds = 180.0
     """Longest time from the start of a job to its first heartbeat, and between two heartbeats until the first step of
     an attempt is complete: while ranks import, load and assemble the model. With `graph.compile` at least half an hour

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir
@@ -22,6 +23,8 @@ class AttemptEnding(Record):
     rank: int | None = None
     """The rank that failed first; None if no rank is known to have failed."""
     host: str = ""
+    silent_hosts: Mapping[str, str] = {}
+    """Hosts of the hostfile that did not answer at its end, with what ssh said."""
     step: int = 0
     """The step that the attempt was in; of one that is done or stopped, its last one."""
     resumed_from: int = 0

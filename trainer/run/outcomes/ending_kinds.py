@@ -52,7 +52,9 @@ PEER_LOST = re.compile(
     rf"NCCL communicator (was aborted|encountered error)|{TIMED_OUT.pattern}"
 )
 """What torch says on a rank whose peer has ended or does not answer."""
-SILENT_HOSTS = re.compile("not answer:")
+PEER_ADDRESS = re.compile(r"Connection (?:closed|reset) by peer \[(?:::ffff:)?([\da-f.:]+?)\]", re.IGNORECASE)
+"""Where gloo says at which address the peer was."""
+SILENT_HOSTS = re.compile("not answer:|hosts? cannot be used:")
 """What `silence` of infra/job/hosts.py says of hosts."""
 SILENT_SERVER = re.compile(r"(MLflow|Prefect) .*cannot be reached", re.DOTALL)
 WATCHDOG = re.compile(r"^Timeout \((\d+:\d+:\d+(?:\.\d+)?)\)!", re.MULTILINE)

@@ -105,6 +105,8 @@ class RunSender:
         self._changed = threading.Event()
         self._closing = threading.Event()
         self._done = threading.Event()
+        """Set when the thread has ended."""
+        self._is_complete = self.sending is None
         self._ends = ends
         self._outage = Outage(
             log,
@@ -142,7 +144,7 @@ class RunSender:
                     *(self.sending.url if self.sending else "", patience_s, self._outage.error),
                 )
                 return False
-        return True
+        return self._is_complete
 
     def _live(self) -> None:
         """Give signs of life, by which a machine that wants to go on with the run knows that it is not lost."""
@@ -161,6 +163,7 @@ class RunSender:
             while not self._sends_all():
                 self._changed.wait(RETRY_S if self._outage.error else LOOK_S)
                 self._changed.clear()
+            self._is_complete = True
         except Fenced as error:
             self._log.error("%s", error)
             # the flow saves and ends, as after `onward stop`: two machines that train one run waste one of them

@@ -131,7 +131,8 @@ class Bucket:
         found: dict[str, Any] = {}
         with self._opened(below) as (store, path), contextlib.suppress(FileNotFoundError):
             found = store.find(path, detail=True)
-            root = path[: len(path) - len(below)] if below else f"{path}/"
+            # fsspec drops a slash at the end
+            root = path.removesuffix(below.rstrip("/")).rstrip("/") + "/"
         return {name[len(root) :]: int(info["size"]) for name, info in found.items() if info["type"] == "file"}
 
     def has(self, name: str) -> bool:

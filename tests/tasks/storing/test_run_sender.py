@@ -262,7 +262,7 @@ def test_a_new_run_is_refused_without_its_store_and_a_resumed_one_goes_on(
 
     with monkeypatch.context() as broken:
         broken.setattr(Folder, "create", away)
-        with pytest.raises(RuntimeUnavailable, match="checkpoint.store: it cannot be written"):
+        with pytest.raises(RuntimeUnavailable, match=r"checkpoint\.store: it cannot be written"):
             begin_sending(run, str(store), LOG)
         assert not record_in(run).exists()
     begin_sending(run, str(store), LOG)
@@ -290,7 +290,7 @@ def test_damaged_files_in_the_store_are_never_loaded(
     [older] = (store / RUN_ID).glob("*/checkpoints/step-000000001*/manifest.json")
     older.unlink()
     elsewhere(tmp_path, monkeypatch, "third")
-    with pytest.raises(CheckpointError, match="all checkpoints in the store are damaged"):
+    with pytest.raises(CheckpointError, match=r"all checkpoints in the store are damaged"):
         fetch_run(f"{store}/{RUN_ID}")
     assert not (tmp_path / "third" / "runs" / RUN_ID).exists()
 
@@ -339,7 +339,7 @@ def test_a_run_that_lives_is_not_taken(
     sender = RunSender(run, LOG)
     try:
         elsewhere(tmp_path, monkeypatch)
-        with pytest.raises(ConfigError, match="the run is trained on .*: stop it there"):
+        with pytest.raises(ConfigError, match=r"the run is trained on .*: stop it there"):
             fetch_run(f"{store}/{RUN_ID}")
     finally:
         sender.finish()

@@ -111,15 +111,16 @@ def resume(
 
         onward.resume("last", {"stop.max_hours": 16})
 
-    `run`: a name, the end of an id, a directory, or "last". `overrides`: settings of [stop], with which a run goes on
-    that had ended by them; all others stay what they were. A run that is finished is returned as it is, and nothing is
-    started. `from_start`: begin again at step 0, if all of its checkpoints are damaged. `accept_config`: go on with a
-    config.json that somebody has edited, which the report then says. Raises ConfigError when there is no such run, it
-    is running, or its config.json was edited, CheckpointError when all of its checkpoints are damaged; else as
-    `onward.run`, and from the main thread like it.
+    `run`: a name, the end of an id, a directory, or "last"; or STORE/RUN, of a run that comes from its store first.
+    `overrides`: settings of [stop], with which a run goes on that had ended by them; all others stay what they were. A
+    run that is finished is returned as it is, and nothing is started. `from_start`: begin again at step 0, if all of
+    its checkpoints are damaged. `accept_config`: go on with a config.json that somebody has edited, which the report
+    then says. Raises ConfigError when there is no such run, it is running, or its config.json was edited,
+    CheckpointError when all of its checkpoints are damaged; else as `onward.run`, and from the main thread like it.
     """
     require_flow("onward.resume")
     from onward.flows.live_view.view import live_view
+    from onward.flows.running.from_store import fetch_run, is_in_store
     from onward.flows.running.resuming import check_settings, checked_run, outcome_if_finished
     from onward.tasks.checks.file_check import check_files
     from onward.trainer.run.directory import read_config
@@ -128,6 +129,8 @@ def resume(
 
     asked_ms = time.time_ns() // 1_000_000
     changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+    if is_in_store(run):
+        run = fetch_run(run).root.name
     found = checked_run(run, changes, from_start=from_start)
     if outcome := outcome_if_finished(found, changes):
         return outcome

@@ -2,13 +2,14 @@
 
 Each pass compares the checkpoint directory with the list in `announced.json`, so a restarted task continues where the
 last one stopped. A checkpoint that fails its verification is renamed, so that nothing resumes from it. MLflow gets
-paths and digests, not the files, when it can be reached. Training never waits for this task.
+paths and digests, not the files, when it can be reached. A store gets the files, too, if the run has one
+(tasks/storing/run_sender.py). Training never waits for this task.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from onward.infra.mlflow.tracking import Tracker
 from onward.tasks.shown.metric_points import points_of_step
 from onward.tasks.shown.mlflow_outages import Outage, tries_within
 from onward.tasks.shown.task_logger import Log, task_logger
+from onward.tasks.storing.run_sender import RunSender
 from onward.trainer.checkpoint.retention import (
     Announced,
     announced,
@@ -53,17 +55,20 @@ def checkpoint(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) ->
     retention = CheckpointRetention(run, config, log)
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
     recorder = CheckpointRecorder(tracker, log, RunHistory(run.events, series=()))
+    sender = RunSender(run, log)
     closed = ready = False
     while not closed:
         # Read first, so that the last pass sees everything that was saved before the log was closed.
         closed = run.wait_for_end()
-        retention.update()
+        retention.update(sender.held)
+        sender.offer(retention.kept)
         recorder.send(retention.kept)
         if retention.kept and not ready:  # soon the last one is exported and registered
             import_for_models()
             ready = True
         if not closed:
             run.wait_for_end(tick_s)
+    sender.finish()  # first: what is not there yet is lost with this disk
     recorder.finish(retention.kept, patience_s=0 if storage_problem(run.root) else patience_s)
     if not retention.kept:
         return None
@@ -83,13 +88,16 @@ class CheckpointRetention:
         self._log = log
         self._disk_works = True
 
-    def update(self) -> None:
-        """Verify new checkpoints, delete those no longer needed, announce the rest. An OSError is logged once."""
+    def update(self, held: Collection[Path] = ()) -> None:
+        """Verify new checkpoints, delete those no longer needed, announce the rest. An OSError is logged once.
+
+        held: those that are being sent to a store, and stay until they are there.
+        """
         try:
             # first what a killed writer has left, so that its space is free for the list
             sweep(self._run)
             found = self._found()
-            unneeded = prunable(found, keep_newest=self._config.keep_newest)
+            unneeded = [each for each in prunable(found, keep_newest=self._config.keep_newest) if each.path not in held]
             for each in unneeded:  # first, because writing the list needs space on the disk
                 remove(each.path)
             kept = tuple(each for each in found if each not in unneeded)

@@ -28,6 +28,7 @@ from onward.tasks.checks.machine_check import machine_problems
 from onward.tasks.checks.registered_models import store_of
 from onward.tasks.checks.rehearsing import Preparation
 from onward.tasks.shown.mlflow_tags import first_tags, parameters
+from onward.tasks.storing.run_sender import begin_sending
 from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.flat_settings import flat_settings
@@ -121,6 +122,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
     write_record(run.identity, identity)
     if not run.code.exists():  # a run of an earlier version, whose files have been compared with its identity
         write_record(run.code, AllowedCode(files=code))
+    begin_sending(run, config.checkpoint.store, log)
     run.open_log()
     _show_links(identity)
     return identity

@@ -23,7 +23,7 @@ from onward.trainer.data.resolve import write_resolved
 from onward.trainer.data.storage.first_rows import source_bytes
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.sharding_progress import speed
-from onward.trainer.data.storage.shards import ShardManifest, Split
+from onward.trainer.data.storage.shards import ShardFile, ShardManifest, Split
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
@@ -49,7 +49,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     if problems := data_problems(config, manifest.table, fitted=manifest.fitted):
         raise ConfigError(problems)
     stream = sample_stream(manifest.sizes or (manifest.rows("train"),), config.data, config.train)
-    _refuse_changes(run, manifest.key)
+    _refuse_changes(run, manifest)
     _link(run.shards, directory)
     write_resolved(run)
     files = len(manifest.train) + len(manifest.evaluation)
@@ -87,8 +87,9 @@ def shard_data(run: RunDir) -> ShardManifest:
     return manifest
 
 
-def _refuse_changes(run: RunDir, key: str) -> None:
+def _refuse_changes(run: RunDir, manifest: ShardManifest) -> None:
     """Raise ConfigError when training began on other data, to which the sample order in its checkpoints belongs."""
+    key = manifest.key
     # Before the first attempt nothing depends on the data yet.
     if not (run.current_attempt and run.shards.is_symlink()):
         return
@@ -97,6 +98,20 @@ def _refuse_changes(run: RunDir, key: str) -> None:
         raise ConfigError(
             f"the data changed since the run began (key {before[:12]}, now {key[:12]}); put it back, or start a new run"
         )
+    # the run came from another machine, which may have other versions of what decodes pictures, sound or text
+    if run.began_with.exists():
+        there = read_record(run.began_with, ShardManifest)
+        for one, other in zip(_all_files(there), _all_files(manifest), strict=True):
+            if one.sha256 != other.sha256:
+                raise ConfigError(
+                    f"the same data has become other shards on this machine: {one.name} has SHA-256 "
+                    f"{other.sha256[:12]}, and {one.sha256[:12]} where the run began; install the packages of "
+                    f"{run.packages}, or start a new run"
+                )
+
+
+def _all_files(manifest: ShardManifest) -> tuple[ShardFile, ...]:
+    return (*manifest.train, *manifest.evaluation, *manifest.test)
 
 
 def _record(run: RunDir, data: DataConfig, manifest: ShardManifest) -> None:

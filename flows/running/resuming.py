@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,15 +18,19 @@ from onward.flows.run_state.runs import (
 )
 from onward.flows.run_state.why_run_ended import cause_of
 from onward.tasks.attempts.retry_policy import newest_checkpoint
+from onward.tasks.storing.run_sender import send_rest
 from onward.trainer.config.loading import load_config
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.kept_settings import accept_edited, refuse_edited
 from onward.trainer.run.recorded.sweep_records import membership
-from onward.trainer.run.records import ExportedModel, read_record
+from onward.trainer.run.records import ExportedModel, read_record, record_if_written
+from onward.trainer.run.remote.stored_run import Sending, record_in
 
 if TYPE_CHECKING:
     from onward.trainer.config.loading import Override
+
+log = logging.getLogger(__name__)
 
 
 def checked_run(text: str, changes: Sequence[Override], *, from_start: bool) -> RunDir:
@@ -78,6 +83,7 @@ def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome 
     config = load_config(read_config(run, "given"), changes)
     if not is_finished(run, config.stop, config.checkpoint):
         return None
+    send_to_store(run)
     print(
         f"onward: {reference_to(run)} is finished, and nothing was started. To train further, "
         f"{how_to_train_further(run)}",
@@ -85,3 +91,11 @@ def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome 
     )
     kept = read_config(run)
     return outcome_of(run, kept.data, kept.losses, kept.checkpoint, read_record(run.exported, ExportedModel))
+
+
+def send_to_store(run: RunDir) -> None:
+    """Send to the store of a run that is finished what could not be sent before."""
+    sending = record_if_written(record_in(run), Sending)
+    if sending is not None and not sending.ended:
+        print(f"onward: sending what {sending.url} lacks", file=sys.stderr, flush=True)
+        send_rest(run, log)

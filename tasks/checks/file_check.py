@@ -11,6 +11,7 @@ from onward.trainer.config.rules import Sections
 from onward.trainer.config.rules.rank_rules import sizes_beside_auto
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.diagnostics.config_check import check_local_files
+from onward.trainer.diagnostics.export_conflicts import store_problems
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.allowed_code import code_digests
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
@@ -45,6 +46,9 @@ def check_files(
         local = with_copies(sections, copies)
         code = code_digests(local) if allowed is None else allowed
         problems += [*absent, *check_local_files(local), *import_problems(local, code)]
+        # a resumed run goes on without its store, and sends later
+        if not resumed and "checkpoint" in sections:
+            problems += store_problems(sections["checkpoint"].store)
     except ConfigError as error:
         return CheckedFiles([*problems, *error.problems])
     return CheckedFiles(problems, copies, code)

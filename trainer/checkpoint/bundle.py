@@ -170,7 +170,7 @@ def _inside(key: str, code: Mapping[str, str], value: Any) -> Any:
         return type(value)(code[text])
     if key == "data.text.tokenizer":
         return type(value)("tokenizer/tokenizer.json")
-    if key in ("launch.hostfile", "checkpoint.load", "export.path"):
+    if key in ("launch.hostfile", "checkpoint.load", "checkpoint.store", "export.path"):
         return type(value)("")
     return type(value)(f"{ABSENT}/{Path(text).name or 'root'}")  # an export reads neither the raw data nor a teacher
 

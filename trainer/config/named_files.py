@@ -21,7 +21,7 @@ DATA = frozenset(
     [
         *("model.path", "teacher.path", "data.text.tokenizer", "checkpoint.load"),
         *("data.source", "data.sources.source", "data.files_from", "data.evaluation_source", "data.test_source"),
-        *("launch.hostfile", "export.path"),
+        *("launch.hostfile", "checkpoint.store", "export.path"),
     ]
 )
 """The settings whose files are read, or written, and never executed. Those of a setting that is not here are code."""

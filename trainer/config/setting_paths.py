@@ -23,6 +23,7 @@ PATHS = (
     "loss.file",
     "launch.hostfile",
     "checkpoint.load",
+    "checkpoint.store",
     "export.path",
 )
 """The settings that hold paths or URLs, also inside lists: what is anchored here, and fetched if it is a URL."""

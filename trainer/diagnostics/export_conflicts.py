@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from onward.trainer.config.urls import redacted
+from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.onnx_graph.files.index import locations
@@ -26,6 +26,19 @@ def url_conflicts(url: str) -> list[str]:
         refuse_unwritable(url)
     except Refused as error:
         return [f"export.path: {problem}" for problem in error.problems]
+    return []
+
+
+def store_problems(store: str) -> list[str]:
+    """Return why checkpoints cannot be sent to a URL or a directory; [] also for ""."""
+    if not store:
+        return []
+    if not url_of(store):
+        return [] if is_writable(Path(store)) else [f"checkpoint.store: cannot write to {store}"]
+    try:
+        refuse_unwritable(store)
+    except Refused as error:
+        return [f"checkpoint.store: {problem}" for problem in error.problems]
     return []
 
 

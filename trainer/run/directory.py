@@ -23,6 +23,8 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
         preflight/              preflight.log, one RankReport per rank          init runtime
         job.json                the newest job: its tag, command and start time (infra/job/job.py)
         shards/manifest.json    ShardManifest (a link into the shard cache)     shard data
+        began_with.json         ShardManifest that the run had on the machine from which it came; store.json: Sending,
+                                inputs/: the files that its settings named there (remote/stored_run.py)    onward resume
         teacher/                what the teacher computes of each row (teacher.cache)    all ranks
         resolved.json           ResolvedSettings: the settings that the data has completed    shard data
         attempt                 the number of the attempt that owns the directory (the fence)   train
@@ -150,6 +152,10 @@ class RunDir:
     @property
     def shards(self) -> Path:
         return self.root / "shards"
+
+    @property
+    def began_with(self) -> Path:
+        return self.root / "began_with.json"
 
     @property
     def resolved(self) -> Path:

@@ -12,8 +12,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, mo
 
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.section import NonNegativeInt, PositiveInt, SecondsOrZero, Section
-from onward.trainer.config.urls import Location
+from onward.trainer.config.urls import PACKAGES, Location
 
+NO_STORES = ("aiohttp", "huggingface_hub")
+"""Packages of URLs to which checkpoints are not sent: a web server takes no files, and a hub makes a commit of each."""
 MOST_PROFILED_STEPS = 50
 """Most steps that are profiled."""
 
@@ -39,6 +41,19 @@ class CheckpointConfig(Section):
     """Whether a smaller or a larger `best_metric` is better; `auto` = what the metric means."""
     load: Location = ""
     """A checkpoint directory to start from: weights, optimizer and position; empty = the ONNX file's weights."""
+    store: Location = ""
+    """A directory or a URL of an object store, such as `s3://bucket/prefix`, to which the run sends its checkpoints and
+    all else that `onward resume STORE/RUN` needs on another machine; empty = none. Training never waits for it."""
+
+    @field_validator("store")
+    @classmethod
+    def _can_be_a_store(cls, location: str) -> str:
+        scheme, _, rest = location.partition("://")
+        if rest and PACKAGES.get(scheme) in NO_STORES:
+            raise ValueError(f"{scheme}:// is no store of checkpoints; name a directory, or a URL of s3, gs or az")
+        if rest and not rest.strip("/").partition("/")[2]:
+            raise ValueError(f"{location} is a bucket; name a prefix in it, such as {location.rstrip('/')}/onward")
+        return location.rstrip("/")
 
     @property
     def greatest_is_best(self) -> bool:
@@ -64,11 +79,9 @@ class MonitorConfig(Section):
     report: bool = True
     """Write the report of the run, report.html in its directory, when its flow ends."""
     histograms: tuple[str, ...] = ()
-    """Glob patterns of weights whose values and gradients are recorded as histograms."""
+    """Glob patterns of weights whose values and gradients are recorded as histograms, every 100 steps and at last."""
     norms: tuple[str, ...] = ()
-    """Glob patterns of weights whose L2 norm and gradient norm are recorded."""
-    summary_period: PositiveInt = 100
-    """Steps between histograms and norms."""
+    """Glob patterns of weights whose L2 norm and gradient norm are recorded, in the same steps."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """The first and the last step to profile, such as `[20, 24]`: where their time goes, by node of the ONNX file. Each
     rank leaves a table and a trace for Perfetto in `profile/`. Empty = none. The weights do not depend on it."""

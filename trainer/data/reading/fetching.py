@@ -35,7 +35,8 @@ def fetch(sections: RunConfig | Mapping[str, Any], known: LocalCopies | None = N
     still there nothing is asked for, and of the others the store must have the same version.
     """
     before = {copy.url: copy for copy in known.copies} if known else {}
-    copies: dict[str, LocalCopy] = {}
+    # of files of another machine: they are in the run directory, and whoever reads them finds them there or not
+    copies: dict[str, LocalCopy] = {value: copy for value, copy in before.items() if not url_of(value)}
     problems = []
     for setting, url in urls_in(sections):
         try:
@@ -62,7 +63,8 @@ def restore_copies(run: RunDir) -> None:
     """Fetch again what was deleted of the copies that a run began with. Raises ConfigError if that is impossible."""
     if run.remote.exists():
         for copy in read_record(run.remote, LocalCopies).copies:
-            _kept(copy)
+            if url_of(copy.url):
+                _kept(copy)
 
 
 def _kept(copy: LocalCopy) -> LocalCopy:

@@ -1,7 +1,8 @@
 """The local copies of what a configuration names by URL, and the configuration with their paths in place of the URLs.
 
 config.json keeps the URLs; the record beside it, remote.json, says where the copies are. So ranks read local files, and
-a run that is resumed reads the bytes that it began with.
+a run that is resumed reads the bytes that it began with. Of a run from a store (stored_run.py) the record also
+says where the copies are of the local files that another machine had.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from onward.trainer.config.setting_paths import PATHS, replaced, values_at
 from onward.trainer.config.urls import url_of
 from onward.trainer.run.records import Record
 
-WRITTEN = ("export.path",)
+WRITTEN = ("checkpoint.store", "export.path")
 """Settings that name what a run writes."""
 
 
@@ -24,6 +25,7 @@ class LocalCopy(Record):
     """Where the copy of a file, or of several, is."""
 
     url: str
+    """Or the value of a setting that names a file of another machine."""
     path: Path
     """The file; the directory with the files of a directory or a glob."""
     key: str
@@ -45,8 +47,7 @@ def with_copies(sections: S, copies: LocalCopies) -> S:
     paths = {copy.url: copy.path for copy in copies.copies}
 
     def change(value: Any) -> Any:
-        url = url_of(value) if isinstance(value, str | Path) else ""
-        path = paths.get(url) if url else None
+        path = paths.get(url_of(value) or str(value)) if isinstance(value, str | Path) else None
         # a Path stays a Path, and a str a str, as the setting wants it
         return value if path is None else type(value)(path)
 

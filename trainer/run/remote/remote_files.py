@@ -112,6 +112,19 @@ def _download(file: RemoteFile, cache: Path, bar: _Bar) -> RemoteFile:
         return file
 
 
+def download_to(file: RemoteFile, target: Path) -> None:
+    """Download one file of an object store to a path; what an interrupted download left there is kept.
+
+    Raises as `download`. The caller compares the content.
+    """
+    bar = _Bar(file.name, file.size)
+    try:
+        with explained(file.url):
+            _fill(file, target, bar)
+    finally:
+        bar.clear()
+
+
 def joined_directory(files: Sequence[tuple[RemoteFile, Path]], cache: Path, name: str, *, links: bool) -> Path:
     """Return a directory CACHE/KEY/NAME that holds downloaded files under their relative names.
 
@@ -213,7 +226,7 @@ def _wrong_content(file: RemoteFile, partial: Path) -> str:
     """Return how a complete download differs from what the store announced: size, checksum or version; else ""."""
     if (size := _size(partial)) != file.size:
         return f"it has {size} bytes, but the store announced {file.size}"
-    for kind, expected in _checksums(file.version):
+    for kind, expected in checksums(file.version):
         with partial.open("rb") as content:
             found = hashlib.file_digest(content, kind).hexdigest()
         if found != expected:
@@ -225,7 +238,7 @@ def _wrong_content(file: RemoteFile, partial: Path) -> str:
     return ""
 
 
-def _checksums(version: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def checksums(version: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield (algorithm, hexadecimal digest) of what the store says of the whole content."""
     for name in ("md5Hash", "Content-MD5", "content_md5"):
         if value := version.get(name):

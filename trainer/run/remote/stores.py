@@ -155,7 +155,7 @@ def explained(url: str, done: str = "read") -> Iterator[None]:
     except Exception as error:
         # fsspec's libraries wrap errors in different ways; the status may be in any of them
         causes = [error, *filter(None, (error.__cause__, error.__context__))]
-        status = next((found for each in causes if (found := _status(each))), None)
+        status = next((found for each in causes if (found := status_of(each))), None)
         kinds = {kind.__name__ for each in causes for kind in type(each).__mro__}
         if status in (401, 403) or kinds & {"PermissionError", "NoCredentialsError", "ClientAuthenticationError"}:
             raise DataError(f"{shown} may not be {done}; credentials: {credentials_hint(url)}") from None
@@ -171,7 +171,7 @@ def explained(url: str, done: str = "read") -> Iterator[None]:
         ) from None
 
 
-def _status(error: BaseException) -> int | None:
+def status_of(error: BaseException) -> int | None:
     """Return the HTTP status that an error of aiohttp, httpx, botocore, gcsfs or Azure's library tells of."""
     answer = getattr(error, "response", None)  # of botocore a dictionary
     if isinstance(answer, dict):

@@ -1,0 +1,307 @@
+"""Bring a run from its store to this machine, where it goes on: `onward resume STORE/RUN` with an empty disk.
+
+    1. find the run, and see that nothing sends it any more
+    2. become its sender (trainer/run/remote/stored_run.py): another machine that wants the same is refused
+    3. fetch the state, then what it names; compare every digest
+    4. RUN_DIR: one rename, when all is there
+
+Of the checkpoints the newest that is complete comes, and the best one. Data and shards do not: the data is read where
+the settings say, and must give the shards that the run began with.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import shutil
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from onward.tasks.checks.registered_models import store_of
+from onward.trainer.checkpoint.manifest import read_manifest
+from onward.trainer.checkpoint.retention import Announced
+from onward.trainer.checkpoint.verification import verify
+from onward.trainer.config.urls import check_url, url_of
+from onward.trainer.data.schema.signature import model_digest
+from onward.trainer.data.storage.shards import ShardManifest
+from onward.trainer.errors import CheckpointError, ConfigError, DataError, Fenced
+from onward.trainer.quantities import shown_size
+from onward.trainer.run.allowed_code import AllowedCode
+from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.durable_files import fsync, sha256, write_durably
+from onward.trainer.run.machine.private_home import make_private
+from onward.trainer.run.names import take_name
+from onward.trainer.run.records import RunIdentity, read_record, write_record
+from onward.trainer.run.remote.local_copies import LocalCopies, LocalCopy
+from onward.trainer.run.remote.object_store import open_place
+from onward.trainer.run.remote.sent_files import EVENTS, start_of
+from onward.trainer.run.remote.stored_run import (
+    ALIVE_PERIOD_S,
+    Sender,
+    Sending,
+    StoredCheckpoint,
+    StoredFile,
+    StoredRun,
+    StoredState,
+    record_in,
+)
+
+FIRST = "000001.json"
+"""What each run in a store has."""
+SILENT_S = 3 * ALIVE_PERIOD_S
+"""A machine that gives no sign of life for so long is taken for lost."""
+
+
+def is_in_store(text: str) -> bool:
+    """Return whether `text` names a run in a store, and none of this machine: a URL, or a directory that is a store."""
+    path = Path(text)
+    return bool(url_of(text)) or (path.parent != path and any(path.parent.glob(f"*/{FIRST}")))
+
+
+def fetch_run(text: str) -> RunDir:
+    """Bring a run from its store, and return its directory; where this machine sends the run itself, the one it has.
+
+    Raises ConfigError for what is no run in a store, for a run that another machine trains, and for one that this
+    machine has an older copy of; DataError for damaged files; RuntimeUnavailable for a store that does not answer.
+    """
+    location = _located(text)
+    stored = StoredRun(location)
+    number = stored.newest_sender()
+    if not number:
+        raise ConfigError(f"there is no run at {stored.files.shown}")
+    run = RunDir(onward_home() / "runs" / location.rpartition("/")[2])
+    if run.root.exists():
+        known = read_record(record_in(run), Sending) if record_in(run).exists() else None
+        if known is not None and known.number == number:
+            return run
+        raise ConfigError(
+            f"{run.root} is an earlier copy of the run, with which {stored.sender(number).host} has gone on: move it "
+            "away, and repeat the command"
+        )
+    _wait_for_silence(stored, number)
+    make_private(onward_home())
+    run.root.parent.mkdir(exist_ok=True)
+    partial = RunDir(run.root.with_name(f".{run.root.name}.{uuid.uuid4().hex}.partial"))
+    partial.root.mkdir()
+    try:
+        state = _take_over(stored, partial, number + 1)
+        _fetch(stored, state, partial)
+        _adapt(partial, state, run)
+        fsync(partial.root)
+        partial.root.rename(run.root)
+        fsync(run.root.parent)
+    finally:
+        shutil.rmtree(partial.root, ignore_errors=True)
+    return run
+
+
+def _located(text: str) -> str:
+    """Return STORE/RUN_ID of what may end with a run's name. Raises ConfigError unless it means one run."""
+    try:
+        location = check_url(text.rstrip("/"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    location = location if url_of(location) else str(Path(location).absolute())
+    base, _, last = location.rpartition("/")
+    if open_place(location).has(FIRST):
+        return location
+    ids = sorted({name.split("/")[0] for name in open_place(base).names() if name.endswith(f"/{FIRST}")})
+    names = {}
+    for run_id in ids:
+        stored = StoredRun(f"{base}/{run_id}")
+        if (state := stored.state(stored.newest_sender())) is not None:
+            names[run_id] = state.name
+    meant = [run_id for run_id, name in names.items() if name == last]
+    if len(meant) == 1:
+        return f"{base}/{meant[0]}"
+    of_all = ", ".join(f"{name} ({run_id})" for run_id, name in names.items()) or "none"
+    what = f"{len(meant)} runs are called {last}" if meant else f"no run has the name or id {last}"
+    raise ConfigError(f"in {open_place(base).shown} {what}; there are: {of_all}")
+
+
+def _wait_for_silence(stored: StoredRun, number: int) -> None:
+    """Return when the machine that has sent the run is certainly not training it. Raises ConfigError if it is."""
+    state = stored.state(number)
+    if state is not None and state.ended:
+        return
+    host = stored.sender(number).host
+    seen = stored.sign_of_life(number)
+    _say(f"the run has not ended on {host}; waiting {SILENT_S:g} s for a sign of life of it")
+    deadline = time.monotonic() + SILENT_S
+    while time.monotonic() < deadline:
+        time.sleep(1.0)
+        if stored.sign_of_life(number) != seen:
+            raise ConfigError(f"the run is trained on {host}: stop it there with `onward stop`, and repeat the command")
+
+
+def _take_over(stored: StoredRun, run: RunDir, number: int) -> StoredState:
+    """Become the machine that sends the run, and return what counts of it."""
+    began_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    sender = Sender(token=uuid.uuid4().hex, host=socket.gethostname(), began_at=began_at)
+    try:
+        stored.claim(run, Sending(url=stored.location, number=number, sender=sender))
+    except Fenced as error:
+        raise ConfigError(str(error)) from error
+    # only now: the former machine may have added to it until it saw the claim
+    state = stored.state(number)
+    if state is None or "config.json" not in state.files:
+        raise ConfigError(f"nothing of the run at {stored.files.shown} was sent before it ended: start it again")
+    if "trial.json" in state.files:
+        raise ConfigError(f"{state.name} is a trial of a sweep, and goes on only with the sweep, on its machine")
+    return state
+
+
+# -- what is fetched
+
+
+def _fetch(stored: StoredRun, state: StoredState, partial: RunDir) -> None:
+    """Fetch records, event log, what settings named, and checkpoints."""
+    started_at = time.monotonic()
+    segments = sorted((name for name in state.files if name.startswith(f"{EVENTS}/")), key=start_of)
+    files = {partial.root / _checked(name): state.files[name] for name in state.files.keys() - set(segments)}
+    for number, each in enumerate(state.inputs):
+        files |= {_folder(partial, number) / _checked(name): file for name, file in each.files.items()}
+    for path, file in files.items():
+        _fetch_file(stored, file, path)
+    with partial.events.open("wb") as log:
+        for name in segments:
+            if start_of(name) != log.tell():
+                raise DataError(f"the event log in {stored.files.shown} lacks the bytes from {log.tell()}")
+            content = stored.files.read(state.files[name].key)
+            if hashlib.sha256(content).hexdigest() != state.files[name].sha256:
+                raise DataError(f"{stored.files.shown}/{state.files[name].key} is damaged")
+            log.write(content)
+    fsync(partial.events)
+    fetched = _fetch_checkpoints(stored, state.checkpoints, partial)
+    size = shown_size(sum(path.stat().st_size for path in partial.root.rglob("*") if path.is_file()))
+    steps = ", ".join(str(each.step) for each in fetched) or "none"
+    took_s = time.monotonic() - started_at
+    _say(f"fetched {state.name} from {stored.files.shown}: {size} in {took_s:.1f} s, checkpoints of steps: {steps}")
+
+
+def _fetch_checkpoints(
+    stored: StoredRun, checkpoints: tuple[StoredCheckpoint, ...], run: RunDir
+) -> list[StoredCheckpoint]:
+    """Fetch the newest checkpoint that verifies, and the best one. Raises CheckpointError when all are damaged."""
+    fetched: list[StoredCheckpoint] = []
+    problems = []
+    for each in reversed(checkpoints):
+        if fetched and not each.best:
+            continue
+        folder = run.checkpoint(each.step)
+        try:
+            _fetch_checkpoint(stored, each, folder)
+            fetched.append(each)
+        except (CheckpointError, DataError) as error:
+            problems.append(f"{stored.files.shown}/{each.key}: {error}")
+            _say(f"not used: {problems[-1]}")
+            shutil.rmtree(folder, ignore_errors=True)
+    if checkpoints and not fetched:
+        raise CheckpointError("all checkpoints in the store are damaged: " + "; ".join(problems))
+    infos = [verify(run.checkpoint(each.step)).info.model_copy(update={"best": each.best}) for each in fetched]
+    if infos:
+        write_record(run.announced, Announced(checkpoints=tuple(sorted(infos, key=lambda info: info.step))))
+    return fetched
+
+
+def _fetch_checkpoint(stored: StoredRun, checkpoint: StoredCheckpoint, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    content = stored.files.read(f"{checkpoint.key}/manifest.json")
+    if hashlib.sha256(content).hexdigest() != checkpoint.digest:
+        raise CheckpointError("manifest.json is another one")
+    (folder / "manifest.json").write_bytes(content)
+    fsync(folder / "manifest.json")
+    for file in read_manifest(folder).files:
+        stored.files.get(f"{checkpoint.key}/{file.name}", file.bytes, folder / file.name)
+        fsync(folder / file.name)
+    verify(folder)
+    fsync(folder)
+
+
+def _fetch_file(stored: StoredRun, file: StoredFile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stored.files.get(file.key, file.bytes, path)
+    if (found := sha256(path)) != file.sha256:
+        raise DataError(f"{stored.files.shown}/{file.key} is damaged: it has SHA-256 {found[:12]}")
+    fsync(path)
+
+
+def _checked(name: str) -> str:
+    """Return a name in a run directory. Raises DataError for one that leads out of it."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts:
+        raise DataError(f"the state in the store names the file {name!r}, which is not inside of a run directory")
+    return name
+
+
+# -- what is different on this machine
+
+
+def _adapt(partial: RunDir, state: StoredState, run: RunDir) -> None:
+    """Let the records in `partial`, which becomes `run`, name places of this machine."""
+    _write_copies(partial, state, run)
+    # by content, because the records have the paths of the machine that has written them
+    here = {}
+    for number, each in enumerate(state.inputs):
+        path = _folder(partial, number) / each.name
+        if path.is_file():
+            here[each.name, model_digest(path)] = str(_folder(run, number) / each.name)
+    if partial.code.exists():
+        allowed = read_record(partial.code, AllowedCode)
+        write_record(partial.code, AllowedCode(files=_moved(allowed.files, here)))
+    identity = read_record(partial.identity, RunIdentity)
+    changes: dict[str, Any] = {"prefect_url": "", "code_sha256": _moved(identity.code_sha256, here)}
+    if identity.tracking_uri.startswith(("sqlite:", "file:")):
+        # a database of the other machine: the one of this machine gets the run with its whole history
+        nowhere = {"mlflow_run_id": "", "mlflow_url": ""}
+        changes |= nowhere | {"tracking_uri": store_of(read_config(partial, "given").monitor)}
+    name = take_name(identity.config_name or identity.name, identity.run_id, wanted=identity.name)
+    if name != identity.name:
+        _say(f"another run is called {identity.name} here, so this one is called {name}")
+    write_record(partial.identity, identity.model_copy(update=changes | {"name": name}))
+    if partial.exported.exists():
+        there, now = (json.dumps(f"{root}/")[:-1] for root in (state.directory, run.root))
+        text = partial.exported.read_text(encoding="utf-8").replace(there, now)
+        write_durably(partial.exported, text.encode())
+    manifest = partial.shards / "manifest.json"
+    if manifest.exists():
+        key = read_record(manifest, ShardManifest).key
+        manifest.rename(partial.began_with)
+        shutil.rmtree(partial.shards)
+        partial.shards.symlink_to(onward_home() / "shards" / key, target_is_directory=True)
+
+
+def _write_copies(partial: RunDir, state: StoredState, run: RunDir) -> None:
+    """Record where the copies are of what settings named on the other machine."""
+    copies = []
+    for number, each in enumerate(state.inputs):
+        # the function behind the path stays
+        path = f"{_folder(run, number) / each.name}{each.setting.removeprefix(each.location)}"
+        size = sum(file.bytes for file in each.files.values())
+        key = hashlib.sha256("".join(file.sha256 for file in each.files.values()).encode()).hexdigest()
+        copies.append(LocalCopy(url=each.setting, path=Path(path), key=key[:24], bytes=size))
+    moved = {copy.url for copy in copies}
+    # copies of URLs are fetched again, and must be of the same version
+    if partial.remote.exists():
+        copies += [copy for copy in read_record(partial.remote, LocalCopies).copies if copy.url not in moved]
+    if copies:
+        write_record(partial.remote, LocalCopies(copies=tuple(copies)))
+
+
+def _moved(digests: Mapping[str, str], here: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """Return path -> digest with the paths of this machine."""
+    return {here.get((Path(path).name, digest), path): digest for path, digest in digests.items()}
+
+
+def _folder(run: RunDir, number: int) -> Path:
+    return run.root / "inputs" / str(number)
+
+
+def _say(text: str) -> None:
+    print(f"onward: {text}", file=sys.stderr, flush=True)

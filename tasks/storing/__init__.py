@@ -1,0 +1,1 @@
+"""Sending a run to its store beside the training (`checkpoint.store`)."""

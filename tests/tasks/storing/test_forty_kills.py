@@ -1,0 +1,121 @@
+"""A run that is sent to a real S3 server, through 40 kills of machines, cuts of connections and kills of the server."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import s3fs
+
+from onward.flows.running import from_store
+from onward.flows.running.from_store import fetch_run
+from onward.trainer.checkpoint.retention import list_checkpoints
+from onward.trainer.checkpoint.verification import verify
+from onward.trainer.events import read_events
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import read_record, record_if_written
+from onward.trainer.run.remote.stored_run import Sending, StoredRun, record_in
+from tests.support.s3_server import Faults, S3Server, faulty_proxy, s3_server
+from tests.support.stored_runs import RUN_ID, holds_its_values, make_stored_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+KILLS = int(os.environ.get("ONWARD_STORE_KILLS", "40"))
+STORE = "s3://bucket/runs"
+SIZE = 60_000
+FAULTS = ("kill", "kill", "cut", "cut", "down", "server", "stop")
+
+
+def started(run: RunDir, first: int) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "tests.support.stored_runs", str(run.root), str(first), str(first + 200), str(SIZE)]
+    with (run.root / "program.log").open("a") as log:
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True)
+
+
+def inflict(fault: str, faults: Faults, server: S3Server, dice: random.Random) -> None:
+    """Let something happen for a random time; the sender goes on behind it."""
+    if fault == "cut":
+        faults.cut_after = dice.choice([1_000, 20_000, 200_000, 600_000])
+        time.sleep(dice.uniform(0.5, 3))
+        faults.cut_after = dice.choice([0, 300_000])
+    elif fault == "down":
+        faults.is_down = True
+        time.sleep(dice.uniform(0.2, 3))
+        faults.is_down = False
+    elif fault == "server":
+        server.kill()
+        time.sleep(dice.uniform(0, 1))
+        server.start()
+    time.sleep(dice.uniform(0, 3))
+
+
+def test_no_checkpoint_loads_wrong_and_none_that_was_announced_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(from_store, "SILENT_S", 0.0)
+    seed = int(os.environ.get("ONWARD_STORE_SEED", str(time.time_ns() % 10**6)))
+    dice = random.Random(seed)
+    monkeypatch.chdir(Path(__file__).parents[3])
+    counts: dict[str, int] = {}
+    frozen: list[subprocess.Popen[str]] = []
+    with s3_server(tmp_path / "s3", monkeypatch) as server, faulty_proxy(server.ports["s3.port"]) as faults:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{faults.port}")
+        s3fs.S3FileSystem.clear_instance_cache()
+        monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home-0"))
+        run = make_stored_run(tmp_path / "home-0", STORE)
+        step = 0
+        took_over = 0
+        for number in range(1, KILLS + 1):
+            fault = dice.choice(FAULTS)
+            counts[fault] = counts.get(fault, 0) + 1
+            process = started(run, step + 1)
+            assert process.stdout is not None
+            for _ in range(dice.randint(1, 4)):
+                assert process.stdout.readline().startswith("saved"), f"seed {seed}, round {number}"
+            inflict(fault, faults, server, dice)
+            sending = record_if_written(record_in(run), Sending)
+            if fault == "stop":
+                process.send_signal(signal.SIGSTOP)
+                frozen.append(process)
+            else:
+                process.kill()
+                process.wait()
+            sending = record_if_written(record_in(run), Sending) or sending
+            promised = max(sending.stored, default=0) if sending else 0
+            faults.cut_after, faults.is_down = 0, False
+            where = f"seed {seed}, round {number}, {fault}: {run.root}"
+            keeps_its_disk = fault != "stop" and dice.random() < 0.3
+            if not promised and fault == "stop":
+                frozen.pop().kill()
+            if keeps_its_disk or not promised:
+                step = max((verify(path).info.step for path in list_checkpoints(run)), default=0)
+                continue
+            # the disk is lost, or another machine takes over from one that is only frozen
+            monkeypatch.setenv("ONWARD_HOME", str(tmp_path / f"home-{number}"))
+            run = fetch_run(f"{STORE}/{RUN_ID}")
+            took_over += 1
+            step = max(verify(path).info.step for path in list_checkpoints(run))
+            assert step >= promised, where
+            assert all(holds_its_values(run, verify(path).info.step, SIZE) for path in list_checkpoints(run)), where
+            steps = {event.step for event, _ in read_events(run.events)}
+            assert set(range(1, step + 1)) <= steps, where
+            # a machine that wakes up finds that it has been replaced, and ends
+            if frozen and dice.random() < 0.7:
+                waked = frozen.pop()
+                waked.send_signal(signal.SIGCONT)
+                assert waked.wait(120) == -signal.SIGTERM, where
+        for process in frozen:
+            process.kill()
+        stored = StoredRun(f"{STORE}/{RUN_ID}")
+        assert stored.newest_sender() == read_record(record_in(run), Sending).number == took_over + 1
+    print(f"seed {seed}: {KILLS} faults {counts}, {took_over} times from the store, {faults.cuts} connections cut")

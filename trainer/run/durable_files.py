@@ -49,12 +49,13 @@ def remove_partials(path: Path) -> None:
 class HashedFile:
     """A new file that is written from its beginning to its end, with the SHA-256 of what was written.
 
-    What Python and pyarrow need of a file to write to.
+    What Python and pyarrow need of a file to write to. hashed: whether the digest is wanted.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, hashed: bool = True) -> None:
         self._file = path.open("wb")
         self._hash = hashlib.sha256()
+        self._hashed = hashed
 
     @property
     def closed(self) -> bool:
@@ -67,7 +68,8 @@ class HashedFile:
 
     def write(self, data: bytes) -> int:
         """Append bytes; return how many."""
-        self._hash.update(data)
+        if self._hashed:
+            self._hash.update(data)
         return self._file.write(data)
 
     def flush(self) -> None:

@@ -17,7 +17,7 @@ import pytest
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import OF_COLUMNS, TableConfig
 from onward.trainer.data.formats import arrow_files
-from onward.trainer.data.formats.arrow_files import ArrowReader, ArrowWriter
+from onward.trainer.data.formats.arrow_files import ArrowReader, ArrowWriter, record_batch
 from onward.trainer.data.formats.format_table import FORMATS
 from onward.trainer.data.formats.tensorproto_files import ProtoReader
 from onward.trainer.data.schema.columns import Column, ColumnType
@@ -94,17 +94,21 @@ def test_many_rows_and_few_rows_are_read_alike(tmp_path: Path, monkeypatch: pyte
         Column(name="text", dtype="str"),
         Column(name="image", dtype="bytes"),
     ]
-    writer = ArrowWriter(tmp_path / "t.arrow", columns)
+    writer = None
     for count in (5, 40, 1):
-        writer.write(
+        rows = record_batch(
             {
                 "x": random.random((count, 3), np.float32),
                 "flag": random.random(count) > 0.5,
                 "ids": [np.arange(size) for size in random.integers(1, 5, count)],
                 "text": np.array([f"é{number}" for number in range(count)], object),
                 "image": np.array([bytes([number]) for number in range(count)], object),
-            }
+            },
+            columns,
         )
+        writer = writer or ArrowWriter(tmp_path / "t.arrow", rows.schema)
+        writer.write(rows)
+    assert writer
     assert writer.close() == sha256(tmp_path / "t.arrow")
     reader = ArrowReader(tmp_path / "t.arrow", columns)
     rows = random.integers(0, 46, 60)

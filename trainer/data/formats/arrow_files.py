@@ -6,7 +6,7 @@ import contextlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from onward.trainer.bounds import ROW_BYTES, check_regular
 from onward.trainer.data.formats.arrow_sizes import check_sizes, dictionary_bytes
 from onward.trainer.data.schema.columns import BLOCK_BYTES, BYTES, TEXT, Array, Block, Cells, Column, Values
+from onward.trainer.data.schema.file_parts import FilePart
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import HashedFile
 
@@ -31,6 +32,8 @@ MOST_TEXTS = 128 << 20
 """Bytes that rows read at once may have, if all had the longest text that the file can hold."""
 
 
+RUN_BYTES = 64 << 20
+"""Row groups of a Parquet file that follow each other are read together up to about this size."""
 FEW_ROWS = 8
 """With fewer rows of each record batch they are faster copied one by one."""
 
@@ -38,19 +41,29 @@ FEW_ROWS = 8
 # -- shard files
 
 
+def record_batch(values: Mapping[str, Values], columns: Sequence[Column]) -> pa.RecordBatch:
+    """Return rows, column name -> its values, as they are stored."""
+    schema = pa.schema([pa.field(column.name, _arrow_type(column), nullable=False) for column in columns])
+    return pa.record_batch([_to_arrow(values[column.name], column) for column in columns], schema=schema)
+
+
+def record_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file that ArrowWriter wrote, mapped. Raises DataError."""
+    with _refusing(path), pa.ipc.open_file(pa.memory_map(str(path))) as file:
+        for number in range(file.num_record_batches):
+            yield file.get_batch(number)
+
+
 class ArrowWriter:
-    """Writes one shard file; each `write` is one record batch."""
+    """Writes one shard file."""
 
-    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
-        self._columns = columns
-        self._schema = pa.schema([pa.field(column.name, _arrow_type(column), nullable=False) for column in columns])
-        self._content = HashedFile(path)
-        self._file = pa.ipc.new_file(self._content, self._schema)
+    def __init__(self, path: Path, schema: pa.Schema, *, hashed: bool = True) -> None:
+        self._content = HashedFile(path, hashed=hashed)
+        self._file = pa.ipc.new_file(self._content, schema)
 
-    def write(self, values: Mapping[str, Values]) -> None:
-        """Append rows: column name -> its values."""
-        arrays = [_to_arrow(values[column.name], column) for column in self._columns]
-        self._file.write_batch(pa.record_batch(arrays, schema=self._schema))
+    def write(self, rows: pa.RecordBatch) -> None:
+        """Append rows."""
+        self._file.write_batch(rows)
 
     def close(self) -> str:
         """Write the footer, without which the file is not readable; return the SHA-256 of the file."""
@@ -218,8 +231,50 @@ def parquet_rows(path: Path) -> int:
     return int(pq.read_metadata(path).num_rows)
 
 
-def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
-    """Yield the rows of a Parquet file, some of a row group at a time; `names`: the columns to read, None for all."""
+def parquet_parts(path: Path, part_bytes: int) -> Iterator[FilePart]:
+    """Yield parts of about this size, between which the blocks of a Parquet file are divided."""
+    import pyarrow.parquet as pq  # imported here: ranks never need it
+
+    with _refusing(path):
+        metadata = pq.read_metadata(path)
+        runs = _runs([metadata.row_group(number) for number in range(metadata.num_row_groups)])
+    begin = size = 0
+    for number, run in enumerate(runs):
+        if size >= part_bytes:
+            yield FilePart(begin=begin, end=number)
+            begin = number
+            size = 0
+        size += run.size_bytes
+    yield FilePart(begin=begin)
+
+
+class _Run(NamedTuple):
+    """Row groups that are read together."""
+
+    groups: list[int]
+    first_row: int
+    size_bytes: int
+
+
+def _runs(groups: Sequence[Any]) -> list[_Run]:
+    """Return the row groups of a file in runs: blocks begin anew with each, so that a part of a file has the blocks of
+    the whole. Of a file with many small row groups, some make a run."""
+    runs: list[_Run] = []
+    first = 0
+    for number, group in enumerate(groups):
+        if not runs or runs[-1].size_bytes >= RUN_BYTES:
+            runs.append(_Run([], first, 0))
+        run = runs[-1]
+        runs[-1] = _Run([*run.groups, number], run.first_row, run.size_bytes + group.total_byte_size)
+        first += group.num_rows
+    return runs
+
+
+def parquet_blocks(path: Path, names: Sequence[str] | None, part: FilePart | None = None) -> Iterator[Block]:
+    """Yield the rows of a Parquet file, some of a row group at a time; `names`: the columns to read, None for all.
+
+    part: as `parquet_parts` yields it; None for all of the file.
+    """
     import pyarrow.parquet as pq  # imported here: ranks never need it
 
     # pre_buffer would read whole row groups ahead, which may be as large as the file
@@ -235,10 +290,12 @@ def parquet_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
         if names is not None:
             stored = set(file.schema_arrow.names)
             columns = [name for name in names if name in stored]
-        first = 0
-        for batch in file.iter_batches(rows, columns=columns, use_threads=False):
-            yield from _blocks(path, batch, first)
-            first += batch.num_rows
+        part = part or FilePart()
+        for run in _runs(groups)[part.begin : part.stop]:
+            first = run.first_row
+            for batch in file.iter_batches(rows, row_groups=run.groups, columns=columns, use_threads=False):
+                yield from _blocks(path, batch, first)
+                first += batch.num_rows
 
 
 def _row_bytes(group: Any) -> int:

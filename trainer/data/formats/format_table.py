@@ -12,16 +12,17 @@ from typing import Self
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.audio.audio_decoding import AUDIO_SUFFIXES
-from onward.trainer.data.formats.arrow_files import arrow_blocks, parquet_blocks, parquet_rows
+from onward.trainer.data.formats.arrow_files import arrow_blocks, parquet_blocks, parquet_parts, parquet_rows
 from onward.trainer.data.formats.digits import digits_block, digits_schema
 from onward.trainer.data.formats.npz_files import npz_blocks, npz_rows
 from onward.trainer.data.formats.parquet_footers import check_footers
-from onward.trainer.data.formats.table_readers import csv_blocks, estimated_rows, json_blocks
+from onward.trainer.data.formats.table_readers import csv_blocks, csv_parts, estimated_rows, json_blocks, json_parts
 from onward.trainer.data.formats.tensorproto_files import proto_blocks
 from onward.trainer.data.formats.text_files import text_blocks, window_blocks
 from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 from onward.trainer.data.images.image_sources import Files, folder_blocks, tar_blocks
 from onward.trainer.data.schema.columns import TEXT, WORDS, Block, Column, Schema
+from onward.trainer.data.schema.file_parts import FilePart
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Request:
     """The columns that are read as text, also where a cell of a CSV file looks like a number."""
     unit: str = ""
     """What one text of a text file is: `file`, `line` or `paragraph`."""
+    part: FilePart | None = None
+    """The part that is read of the only file, or of the files of a folder; None for all."""
 
     @classmethod
     def of_columns(cls, data: DataConfig, columns: Sequence[Column]) -> Self:
@@ -69,8 +72,19 @@ class DataFormat:
     """Settings of [data] that decide the rows of this format only."""
     count_rows: Callable[[Path], int] = lambda path: 0
     """Returns about the number of rows of a file; 0 where only reading all of it would tell."""
+    divide: Callable[[Path, DataConfig, int], Iterator[FilePart]] | None = None
+    """Yields the parts of a file, of about so many bytes each; without it a file is read as a whole."""
     columns: Callable[[DataConfig], Schema] | None = None
     """Returns the columns where they are known without reading the data."""
+
+
+def _each_part(read: Callable[[Path, Sequence[str] | None, FilePart | None], Iterator[Block]]) -> Reader:
+    """Return a reader of one file after the other, or of a part of one."""
+
+    def blocks(files: Files, request: Request) -> Iterator[tuple[str, Block]]:
+        return _each_file(lambda path, names: read(path, names, request.part))(files, request)
+
+    return blocks
 
 
 def _each_file(read: Callable[[Path, Sequence[str] | None], Iterator[Block]]) -> Reader:
@@ -86,13 +100,20 @@ def _each_file(read: Callable[[Path, Sequence[str] | None], Iterator[Block]]) ->
 
 def _csv(files: Files, request: Request) -> Iterator[tuple[str, Block]]:
     for name, path in files:
-        for block in csv_blocks(path, request.names, request.text, request.data.table):
+        for block in csv_blocks(path, request.names, request.text, request.data.table, request.part):
             yield name, block
 
 
 def _parquet(files: Files, request: Request) -> Iterator[tuple[str, Block]]:
-    check_footers([path for _, path in files])
-    yield from _each_file(parquet_blocks)(files, request)
+    # of a file that was divided, the footer was looked at before
+    if request.part is None:
+        check_footers([path for _, path in files])
+    yield from _each_part(parquet_blocks)(files, request)
+
+
+def _parquet_parts(path: Path, data: DataConfig, part_bytes: int) -> Iterator[FilePart]:
+    check_footers([path])
+    yield from parquet_parts(path, part_bytes)
 
 
 def _text(files: Files, request: Request) -> Iterator[tuple[str, Block]]:
@@ -115,7 +136,8 @@ def _folders(name: str, column: str) -> Reader:
     def blocks(files: Files, request: Request) -> Iterator[tuple[str, Block]]:
         data = request.data
         mask_folder = data.image.mask_folder if data.image else ""
-        for block in folder_blocks(files, request.names, column, mask_folder, skips_rows=data.bad_rows == "skip"):
+        skips_rows = data.bad_rows == "skip"
+        for block in folder_blocks(files, request.names, column, mask_folder, skips_rows=skips_rows, part=request.part):
             yield name, block
 
     return blocks
@@ -123,15 +145,23 @@ def _folders(name: str, column: str) -> Reader:
 
 FORMATS: Mapping[str, DataFormat] = {
     "csv": DataFormat(
-        _csv, (".csv", ".tsv", ".tab"), may_be_compressed=True, has_types=False, count_rows=estimated_rows
+        _csv,
+        (".csv", ".tsv", ".tab"),
+        may_be_compressed=True,
+        has_types=False,
+        count_rows=estimated_rows,
+        divide=csv_parts,
     ),
-    "parquet": DataFormat(_parquet, (".parquet", ".pq"), rows_vary=True, count_rows=parquet_rows),
+    "parquet": DataFormat(
+        _parquet, (".parquet", ".pq"), rows_vary=True, count_rows=parquet_rows, divide=_parquet_parts
+    ),
     "jsonl": DataFormat(
-        _each_file(json_blocks),
+        _each_part(json_blocks),
         (".jsonl", ".ndjson"),
         may_be_compressed=True,
         rows_vary=True,
         count_rows=estimated_rows,
+        divide=json_parts,
     ),
     "npz": DataFormat(_each_file(npz_blocks), (".npz",), count_rows=npz_rows),
     "arrow": DataFormat(_each_file(arrow_blocks), (".arrow",)),

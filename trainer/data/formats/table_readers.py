@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.bounds import CSV_COLUMNS, CSV_ROW_BYTES, JSON_CELLS, JSON_ROW_BYTES, Limit
+from onward.trainer.bounds import opened as opened_file
+from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.data.formats.csv_cells import cells_of, of_numbers, texts_of
 from onward.trainer.data.formats.csv_dialect import Bytes, Dialect, dialect_of, opened
-from onward.trainer.data.formats.plain_csv import PlainColumns, count_lines
+from onward.trainer.data.formats.plain_csv import BYTE_ORDER_MARK, PlainColumns, count_lines
 from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block, Cells
+from onward.trainer.data.schema.file_parts import FilePart, opened_part
 from onward.trainer.errors import DataError
 
 SAMPLE_BYTES = 1 << 16
@@ -33,34 +36,40 @@ DEFAULT = TableConfig()
 
 
 def csv_blocks(
-    path: Path, names: Sequence[str] | None, text: Collection[str] = (), table: TableConfig = DEFAULT
+    path: Path,
+    names: Sequence[str] | None,
+    text: Collection[str] = (),
+    table: TableConfig = DEFAULT,
+    part: FilePart | None = None,
 ) -> Iterator[Block]:
     """Yield the rows of a CSV file, by default with a header line; `names`: the columns to read, None for all.
 
     How it is written, `table` says or csv_dialect.py finds out; blank lines are ignored. The cells of the columns in
     `text` are read as they are: spaces, empty cells and digits are text there. Columns of a file without a header are
-    c0, c1, c2, ...
+    c0, c1, c2, ... part: as `csv_parts` yields it; None for all of the file.
     """
     dialect = dialect_of(path, table)
     header: list[str] = []
     # a set: with 10^5 columns, a search through a list for each would take minutes
     wanted = None if names is None else frozenset(names)
     text = frozenset(text)
-    with opened(path, dialect) as file:
-        plain: PlainColumns | None = None
-        for line, lines, piece in _pieces(path, file, quote=dialect.quote, limit=CSV_ROW_BYTES):
+    plain: PlainColumns | None = None
+    if part and part.begin:
+        with opened_file(path) as whole:
+            first = whole.readline(CSV_ROW_BYTES.most).removeprefix(BYTE_ORDER_MARK).removesuffix(b"\n")
+        header = _header(path, first, dialect)
+        plain = PlainColumns(header, _chosen(header, wanted), text, dialect)
+    with opened(path, dialect) if part is None or part.is_whole else opened_part(path, part) as file:
+        for line, lines, piece in _pieces(path, file, quote=dialect.quote, limit=CSV_ROW_BYTES, part=part):
             before = line
             # Excel writes a UTF-8 byte order mark, which would become part of the first column's name
-            rows = piece if header else piece.removeprefix(b"\xef\xbb\xbf")
+            rows = piece if header else piece.removeprefix(BYTE_ORDER_MARK)
             if not header:
                 first, _, rest = rows.partition(b"\n")
                 header = _header(path, first, dialect)
                 # without a header line the first line is a row
                 rows, before = (rest, line + 1) if dialect.header else (rows, line)
-                chosen = header
-                if wanted is not None:
-                    chosen = [name for name in header if name in wanted]
-                plain = PlainColumns(header, chosen, text, dialect)
+                plain = PlainColumns(header, _chosen(header, wanted), text, dialect)
             block = _csv_block(path, rows, before, lines - (before - line), plain) if rows and plain else None
             # else the text would be in memory as long as its rows
             del piece, rows
@@ -78,14 +87,47 @@ def estimated_rows(path: Path) -> int:
     return path.stat().st_size * sample.count(b"\n") // max(1, len(sample))
 
 
-def json_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
-    """Yield the rows of a JSON Lines file, one object per line; `names`: the keys to read, None for all."""
-    with opened(path, Dialect()) as file:
-        yield from _json_blocks(path, file, names)
+def csv_parts(path: Path, data: DataConfig, part_bytes: int) -> Iterator[FilePart]:
+    """Yield parts of about this size, between which the blocks of a CSV file are divided."""
+    if path.suffix.lower() == ".gz" or data.table.encoding != "utf-8":
+        return iter([FilePart()])
+    return _parts(path, dialect_of(path, data.table), CSV_ROW_BYTES, part_bytes)
 
 
-def _json_blocks(path: Path, file: Bytes, names: Sequence[str] | None) -> Iterator[Block]:
-    for first, _, piece in _pieces(path, file, quote="", limit=JSON_ROW_BYTES):
+def json_parts(path: Path, data: DataConfig, part_bytes: int) -> Iterator[FilePart]:
+    """Yield parts of about this size, between which the blocks of a JSON Lines file are divided."""
+    if path.suffix.lower() == ".gz":
+        return iter([FilePart()])
+    return _parts(path, Dialect(quote=""), JSON_ROW_BYTES, part_bytes)
+
+
+def _parts(path: Path, dialect: Dialect, limit: Limit, part_bytes: int) -> Iterator[FilePart]:
+    size = path.stat().st_size
+    # equal parts, of which none is a small rest
+    part_bytes = size // max(1, size // part_bytes) + 1
+    at = 0
+    part = FilePart()
+    with opened(path, dialect) as file:
+        # whether a line end divides two rows depends on all quotes before it
+        for line, _, piece in _pieces(path, file, quote=dialect.quote, limit=limit):
+            if at - part.begin >= part_bytes:
+                yield part.model_copy(update={"end": at})
+                part = FilePart(begin=at, line=line)
+            at += len(piece)
+    yield part
+
+
+def json_blocks(path: Path, names: Sequence[str] | None, part: FilePart | None = None) -> Iterator[Block]:
+    """Yield the rows of a JSON Lines file, one object per line; `names`: the keys to read, None for all.
+
+    part: as `json_parts` yields it; None for all of the file.
+    """
+    with opened(path, Dialect()) if part is None or part.is_whole else opened_part(path, part) as file:
+        yield from _json_blocks(path, file, names, part)
+
+
+def _json_blocks(path: Path, file: Bytes, names: Sequence[str] | None, part: FilePart | None) -> Iterator[Block]:
+    for first, _, piece in _pieces(path, file, quote="", limit=JSON_ROW_BYTES, part=part):
         rows: list[dict[str, Any]] = []
         index = []
         bad = {}
@@ -116,10 +158,12 @@ def _json_blocks(path: Path, file: Bytes, names: Sequence[str] | None) -> Iterat
         yield Block(str(path), np.array(index, np.int64), cells, bad, unit="line")
 
 
-def _pieces(path: Path, file: Bytes, *, quote: str, limit: Limit) -> Iterator[tuple[int, int, bytes]]:
+def _pieces(
+    path: Path, file: Bytes, *, quote: str, limit: Limit, part: FilePart | None = None
+) -> Iterator[tuple[int, int, bytes]]:
     """Yield (number of lines before it, its line ends, some complete rows) to the end; between quotes, rows may hold
     line ends."""
-    line = 0
+    line = part.line if part else 0
     rest = b""
     mark = quote.encode()
     while data := file.read(BLOCK_BYTES):
@@ -179,6 +223,10 @@ def _header(path: Path, line: bytes, dialect: Dialect) -> list[str]:
             "data.table.header = false"
         )
     return names
+
+
+def _chosen(header: Sequence[str], wanted: Collection[str] | None) -> Sequence[str]:
+    return header if wanted is None else [name for name in header if name in wanted]
 
 
 def _is_number(text: str) -> bool:

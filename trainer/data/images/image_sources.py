@@ -24,6 +24,7 @@ from onward.trainer.bounds import CONTENT_BYTES, TAR_HEADER_BYTES, check_regular
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 from onward.trainer.data.schema.columns import PART_ROWS, Array, Block, Cells
+from onward.trainer.data.schema.file_parts import FilePart
 from onward.trainer.data.schema.permutation import hash_key
 from onward.trainer.errors import DataError
 
@@ -38,28 +39,35 @@ MAX_NAMED = 5
 
 
 def folder_blocks(
-    files: Files, names: Sequence[str] | None, column: str = "image", mask_folder: str = "", *, skips_rows: bool = False
+    files: Files,
+    names: Sequence[str] | None,
+    column: str = "image",
+    mask_folder: str = "",
+    *,
+    skips_rows: bool = False,
+    part: FilePart | None = None,
 ) -> Iterator[Block]:
     """Yield the files in blocks, with the columns `column` (the path) and `label` (the class folder's name).
 
     Without class folders there is no column `label`. With a folder of masks (data.image.mask_folder) there is a column
     `mask` instead, and images without one are bad rows if such rows are left out (data.bad_rows). Raises DataError if
-    only some files are in a folder of a class, and as `mask_files`.
+    only some files are in a folder of a class, and as `mask_files`. part: the files that are read; None for all.
     """
+    part = part or FilePart()
     masks = mask_files(files, mask_folder, skips_rows=skips_rows) if mask_folder else []
     classes = set[str]() if masks else _classes(files)
-    for first in range(0, len(files), PART_ROWS):
-        part = files[first : first + PART_ROWS]
+    for first in range(part.begin, min(part.stop, len(files)), PART_ROWS):
+        some = files[first : first + PART_ROWS]
         # without masks each row has its image, so that no row is bad
-        needed: Sequence[Path | None] = masks[first : first + PART_ROWS] or [path for _, path in part]
+        needed: Sequence[Path | None] = masks[first : first + PART_ROWS] or [path for _, path in some]
         good = [at for at, file in enumerate(needed) if file is not None]
-        cells: dict[str, Cells] = {column: [str(part[at][1].absolute()) for at in good]}
+        cells: dict[str, Cells] = {column: [str(some[at][1].absolute()) for at in good]}
         if masks:
             cells["mask"] = [str(needed[at]) for at in good]
         if classes:
-            cells["label"] = [PurePosixPath(name).parts[0] for name, _ in part]
+            cells["label"] = [PurePosixPath(name).parts[0] for name, _ in some]
         bad = {first + at: f"has no mask in {mask_folder}" for at, file in enumerate(needed) if file is None}
-        shown = {first + at: str(path) for at, (_, path) in enumerate(part)}
+        shown = {first + at: str(path) for at, (_, path) in enumerate(some)}
         if names is not None:
             cells = {name: cells[name] for name in cells if name in names}
         yield Block(column, first + np.array(good, np.int64), cells, bad, names=shown)

@@ -217,7 +217,11 @@ def read_range(rows: SourceRange, request: Request) -> Iterator[tuple[Block, Arr
 
     Raises DataError for what cannot be read at all.
     """
-    source = locate(rows.source, request.data)
+    return read_source(rows, locate(rows.source, request.data), request)
+
+
+def read_source(rows: SourceRange, source: Source, request: Request) -> Iterator[tuple[Block, Array]]:
+    """Yield the rows of a range that are in the files of `source`, as `read_range`."""
     if rows.is_trained and not request.data.evaluation_source:
         return _divided(source, request)
     return _whole(source, request, held=not rows.is_trained)

@@ -136,6 +136,11 @@ class FittedComputer(ABC):
     def finish(self) -> None:
         """Set `fitted` from the rows that were observed. Raises DataError."""
 
+    def restore(self, found: Mapping[str, Fitted]) -> None:
+        """Set `fitted` to what another process has found on the same rows."""
+        if not self.is_fitted:
+            raise NotImplementedError(f"{type(self).__name__} is fitted in each process")
+
 
 def unfitted(computers: Sequence[object]) -> list[FittedComputer]:
     """Return the computers that have to see the data before they compute."""

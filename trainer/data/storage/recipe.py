@@ -31,6 +31,8 @@ class Recipe:
     columns: Sequence[Column]
     """The columns that are read."""
     computers: Sequence[ColumnComputer]
+    config: RunConfig | None = None
+    """What another process makes the same computers of."""
 
     @property
     def request(self) -> Request:
@@ -81,7 +83,7 @@ def recipe_of(config: RunConfig, signature: Signature, schema: Schema | None = N
     """
     schema = schema or infer_schema(config.data)
     columns, computers = read_and_computed(config, signature, schema)
-    return Recipe(config.data, stored_columns(config.data, columns, schema), computers)
+    return Recipe(config.data, stored_columns(config.data, columns, schema), computers, config)
 
 
 def stored_columns(

@@ -23,9 +23,9 @@ from onward.trainer.quantities import mb
 log = logging.getLogger(__name__)
 
 
-def check_space(directory: Path, recipe: Recipe) -> None:
-    """Raise StorageUnavailable if the shards will surely not fit into `directory`."""
-    estimate = shard_bytes(recipe)
+def check_space(directory: Path, recipe: Recipe, *, copies: int = 1) -> None:
+    """Raise StorageUnavailable if the shards will surely not fit into `directory`, so many times at once."""
+    estimate = shard_bytes(recipe) * copies
     free = shutil.disk_usage(directory).free
     if free >= estimate:
         return

@@ -36,11 +36,13 @@ from onward.trainer.data.schema.fitted import Fitted, all_fitted
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.files_of_cells import digests_of_named_files, naming_columns, outside_files
 from onward.trainer.data.storage.label_statistics import with_label_statistics
+from onward.trainer.data.storage.part_processes import THIS_MACHINE
 from onward.trainer.data.storage.recipe import Recipe, recipe_of, stored_columns
 from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.sharding_progress import Report
 from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, damaged_files
-from onward.trainer.data.storage.written_ranges import write_shards
+from onward.trainer.data.storage.written_parts import StepRunner, is_divided
+from onward.trainer.data.storage.written_shards import write_shards
 from onward.trainer.errors import DataError, OnwardError
 from onward.trainer.run.durable_files import fsync, sha256
 from onward.trainer.run.records import read_record, write_record
@@ -63,7 +65,7 @@ HARMLESS = frozenset({"evaluation_rows", "pad_values"})
 
 
 def make_training_shards(
-    config: RunConfig, cache: Path, *, report: Report | None = None
+    config: RunConfig, cache: Path, *, report: Report | None = None, runner: StepRunner = THIS_MACHINE
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data that a configuration trains on, with the columns that are computed; else as `shard`.
 
@@ -71,7 +73,7 @@ def make_training_shards(
     """
     signature = read_training_signature(config.model)
     labels = {name for loss in config.losses for name in loss.columns}
-    directory, manifest, cached = shard(recipe_of(config, signature), cache, labels, report)
+    directory, manifest, cached = shard(recipe_of(config, signature), cache, labels, report, runner)
     return directory, with_label_statistics(directory, manifest, config.data, config.losses, signature), cached
 
 
@@ -117,11 +119,15 @@ def check_held_out(recipe: Recipe) -> None:
 
 
 def shard(
-    recipe: Recipe, cache: Path, labels: Collection[str] = (), report: Report | None = None
+    recipe: Recipe,
+    cache: Path,
+    labels: Collection[str] = (),
+    report: Report | None = None,
+    runner: StepRunner = THIS_MACHINE,
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data into `cache`, unless the same content is there; return (directory, manifest, was it there).
 
-    labels: the columns that losses read, which messages name apart.
+    labels: the columns that losses read, which messages name apart. runner: makes the parts of large sources.
     Raises DataError: bad rows (policy `fail`) with file and line, no rows for a split, unreadable files; and as
     `check_space`.
     """
@@ -133,13 +139,15 @@ def shard(
     for stale in cache.glob(".*.partial"):
         if time.time() - stale.stat().st_mtime > STALE_S:  # a younger one may be of a process that still writes
             shutil.rmtree(stale, ignore_errors=True)
-    check_space(cache, recipe)
+    used = runner if is_divided(recipe, runner) else None
+    # parts are joined before they are removed
+    check_space(cache, recipe, copies=2 if used else 1)
     # beside the final directory, because a rename is atomic only inside one file system
     partial = cache / f".{key}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
     try:
         recipe.fit()
-        manifest = write_shards(recipe, key, partial, labels, report).with_digest()
+        manifest = write_shards(recipe, key, partial, labels, report, used).with_digest()
         write_record(partial / "manifest.json", manifest)
         return final, _publish(partial, final) or manifest, False
     finally:

@@ -64,7 +64,7 @@ class ShardingProgress:
     def __init__(self, data: DataConfig, report: Report | None) -> None:
         self._report = report
         self._began_at = self._reported_at = time.monotonic()
-        self._rows = self._total_bytes = self._total_rows = 0
+        self.rows = self._total_bytes = self._total_rows = 0
         if report:
             files = [(source.data_format, path) for source in sources.all_sources(data) for _, path in source.files]
             self._total_bytes = sum(path.stat().st_size for _, path in files)
@@ -74,8 +74,8 @@ class ShardingProgress:
 
     def add(self, rows: int) -> None:
         """Take note of rows that were read, those that are left out, too."""
-        self._rows += rows
+        self.rows += rows
         now = time.monotonic()
         if self._report and now - self._reported_at >= PERIOD_S:
             self._reported_at = now
-            self._report(Sharded(self._rows, now - self._began_at, self._total_bytes, self._total_rows))
+            self._report(Sharded(self.rows, now - self._began_at, self._total_bytes, self._total_rows))

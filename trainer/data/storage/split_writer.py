@@ -1,14 +1,17 @@
-"""Write the rows of one split into files of data.rows_per_shard rows, with the extremes of each column."""
+"""Write the rows of one split into files of a fixed number of rows, with the extremes of each column.
+
+blocks of rows    |   0   |       1       |   2   |
+files             |  train-00000  |  train-00001  |      a block may end in the middle of a file, and a file in a block
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.formats.arrow_files import ArrowWriter
+from onward.trainer.data.formats.arrow_files import ArrowWriter, record_batch
 from onward.trainer.data.schema.column_computers import RowPacker
 from onward.trainer.data.schema.columns import Column, Values
 from onward.trainer.data.schema.described_columns import extremes, outermost
@@ -16,26 +19,25 @@ from onward.trainer.data.storage.shards import ShardFile
 from onward.trainer.run.durable_files import fsync
 
 
-class SplitWriter:
-    """Write a stream of rows into files of rows_per_shard rows. disk: its threads wait until a file is on the disk."""
+class ShardFiles:
+    """Consecutive files of `rows_per_file` rows each, of which the last may have fewer.
+
+    first: the number of the first file. disk: its threads wait until a file is on the disk; None = the files are read
+    once and removed, and have no digests.
+    """
 
     def __init__(
-        self, directory: Path, split: str, *, data: DataConfig, packer: RowPacker | None, disk: Executor
+        self, directory: Path, split: str, *, rows_per_file: int, disk: Executor | None, first: int = 0
     ) -> None:
-        self._packer = packer
         self._directory = directory
         self._split = split
-        self._data = data
+        self._rows_per_file = rows_per_file
+        self._disk = disk
+        self._first = first
         self._file: ArrowWriter | None = None
         self._rows = 0
         self._done: list[ShardFile] = []
-        self._disk = disk
         self._synced: Future[None] | None = None
-        self.num_rows = 0
-        """Of all files so far."""
-        self._columns: dict[str, Column] = {}
-        self._extremes: dict[str, tuple[int | float, ...]] = {}
-        self._longest: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -44,6 +46,61 @@ class SplitWriter:
         # after an error; `close` leaves none open
         if self._file is not None:
             self._file.abandon()
+
+    def add(self, rows: Any) -> None:
+        """Append rows, a pa.RecordBatch of the columns of all others."""
+        at = 0
+        while at < rows.num_rows:
+            if self._file is None:
+                self._file = ArrowWriter(self._path, rows.schema, hashed=self._disk is not None)
+            count = min(rows.num_rows - at, self._rows_per_file - self._rows)
+            self._file.write(rows.slice(at, count))
+            self._rows += count
+            at += count
+            if self._rows == self._rows_per_file:
+                self._end_file()
+
+    def close(self) -> list[ShardFile]:
+        """End the last file and return all of them, which are on the disk."""
+        self._end_file()
+        self._wait_for_disk()
+        return self._done
+
+    @property
+    def _path(self) -> Path:
+        return self._directory / f"{self._split}-{self._first + len(self._done):05d}.arrow"
+
+    def _end_file(self) -> None:
+        if self._file is None:
+            return
+        digest = self._file.close()
+        path = self._path
+        self._done.append(ShardFile(name=path.name, rows=self._rows, bytes=path.stat().st_size, sha256=digest))
+        # a thread waits for the disk; of the file before, so that no more than two are not on the disk yet
+        self._wait_for_disk()
+        if self._disk is not None:
+            self._synced = self._disk.submit(fsync, path)
+        self._file = None
+        self._rows = 0
+
+    def _wait_for_disk(self) -> None:
+        """Raise OSError if a file could not be written to the disk."""
+        if self._synced is not None:
+            self._synced.result()
+
+
+class SplitWriter:
+    """Write a stream of rows of one split into files, and take note of what its columns hold."""
+
+    def __init__(self, split: str, files: ShardFiles, *, packer: RowPacker | None) -> None:
+        self._packer = packer
+        self._split = split
+        self._files = files
+        self.num_rows = 0
+        """Of all files so far."""
+        self._columns: dict[str, Column] = {}
+        self._extremes: dict[str, tuple[int | float, ...]] = {}
+        self._longest: dict[str, int] = {}
 
     def add(self, values: dict[str, Values], columns: Sequence[Column]) -> None:
         """Append rows of these columns, the same in each call."""
@@ -59,28 +116,16 @@ class SplitWriter:
 
     def _append(self, values: dict[str, Values], columns: Sequence[Column]) -> None:
         count = len(next(iter(values.values())))
-        values = {column.name: values[column.name] for column in columns}
-        if count:
-            for column in columns:
-                self._observe(column, values[column.name])
-        at = 0
+        if not count:
+            return
+        for column in columns:
+            self._observe(column, values[column.name])
         self.num_rows += count
-        while at < count:
-            if self._file is None:
-                self._file = ArrowWriter(self._path, columns)
-            # a block may end in the middle of a file, and a file in the middle of a block
-            rows = min(count - at, self._data.rows_per_shard - self._rows)
-            self._file.write({name: cells[at : at + rows] for name, cells in values.items()})
-            self._rows += rows
-            at += rows
-            if self._rows == self._data.rows_per_shard:
-                self._end_file()
+        self._files.add(record_batch(values, columns))
 
     def close(self) -> list[ShardFile]:
         """End the last file and return all of them, which are on the disk."""
-        self._end_file()
-        self._wait_for_disk()
-        return self._done
+        return self._files.close()
 
     @property
     def observed(self) -> dict[str, Column]:
@@ -92,27 +137,6 @@ class SplitWriter:
             )
             for name, column in self._columns.items()
         }
-
-    @property
-    def _path(self) -> Path:
-        return self._directory / f"{self._split}-{len(self._done):05d}.arrow"
-
-    def _end_file(self) -> None:
-        if self._file is None:
-            return
-        digest = self._file.close()
-        path = self._path
-        self._done.append(ShardFile(name=path.name, rows=self._rows, bytes=path.stat().st_size, sha256=digest))
-        # a thread waits for the disk; of the file before, so that no more than two are not on the disk yet
-        self._wait_for_disk()
-        self._synced = self._disk.submit(fsync, path)
-        self._file = None
-        self._rows = 0
-
-    def _wait_for_disk(self) -> None:
-        """Raise OSError if a file could not be written to the disk."""
-        if self._synced is not None:
-            self._synced.result()
 
     def _observe(self, column: Column, values: Values) -> None:
         name = column.name

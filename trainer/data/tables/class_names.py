@@ -122,6 +122,11 @@ class ClassNames(FittedComputer):
             raise DataError(f"column {self._name!r} holds no class name")
         self._set(names, sorted_by_name=True)
 
+    def restore(self, found: Mapping[str, Fitted]) -> None:
+        """Set the names that were found."""
+        fitted = found[self._name]
+        self._set(fitted.classes, sorted_by_name=fitted.sorted_by_name)
+
     def _set(self, names: Sequence[str], *, sorted_by_name: bool) -> None:
         self.fitted = {self._name: Fitted(classes=tuple(names), sorted_by_name=sorted_by_name)}
         if self._as_text:

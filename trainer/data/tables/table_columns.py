@@ -223,7 +223,11 @@ class NumberColumns(FittedComputer):
                 center=tuple(center.tolist()),
                 scale=tuple(scale.tolist()),
             )
-        self.fitted = found
+        self.restore(found)
+
+    def restore(self, found: Mapping[str, Fitted]) -> None:
+        """Set fills and scales that were found."""
+        self.fitted = {name: found[name] for name in self._plans}
         # they hold temporary files
         self._statistics = {}
 
@@ -338,6 +342,10 @@ class Categories(FittedComputer):
         texts = sorted(self._seen) if self._is_text else [str(number) for number in sorted(map(int, self._seen))]
         # id 0 is the unknown category: texts that training has not seen, and missing ones
         self._set(["", *texts])
+
+    def restore(self, found: Mapping[str, Fitted]) -> None:
+        """Set the texts that were found."""
+        self._set(found[self._name].vocabulary)
 
     def _set(self, vocabulary: Sequence[str]) -> None:
         self.fitted = {self._name: Fitted(vocabulary=tuple(vocabulary), integers=not self._is_text)}

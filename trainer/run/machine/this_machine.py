@@ -81,6 +81,11 @@ def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
     return len(cores)
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use, of those that it may run on: as many as its container's quota."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), core_limit() or math.inf)))
+
+
 def spin_briefly_if_busy() -> None:
     """Let the threads of an operator wait for each other asleep, if other programs compute on this machine, too.
 

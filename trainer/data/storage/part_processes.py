@@ -1,0 +1,207 @@
+"""Make the parts of shards with all cores of this machine: in other processes and in this one.
+
+this process      takes a step, makes it, takes the next one ...
+thread 1          takes a step, sends it, waits  ---stdin--->  python -m onward.trainer.data.storage.part_program FOLDER
+thread 2          ...                            <--stdout---  Reply, one line of JSON
+
+This process begins at once, so that the time in which the others start is not lost. Where one of them ends without a
+reply, killed for its memory for instance, its step is made again in a new process.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+import psutil
+
+from onward.trainer.data.images.image_computer import ImageComputer
+from onward.trainer.data.storage.recipe import Recipe
+from onward.trainer.data.storage.written_parts import PartMaker, PartStep, StepResult
+from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.run.machine.this_machine import usable_cores
+from onward.trainer.run.records import Record
+
+log = logging.getLogger(__name__)
+
+MOST_DEATHS = 3
+"""A step in which so many processes end is not begun again."""
+PROCESS_BYTES = 1 << 29
+"""Memory that a process takes, about."""
+LOG_LETTERS = 500
+"""Of the end of what a process has printed, in a message."""
+
+
+class Reply(Record):
+    """What a process answers to a step."""
+
+    result: StepResult | None = None
+    os_error: tuple[int, str, str] | None = None
+    """Number, text and file of an OSError, such as of a full disk."""
+
+
+@dataclass(frozen=True)
+class PartProcesses:
+    """Runs steps in several processes, of which this is one."""
+
+    num: int = 0
+    """0 = one for each core, as far as there is memory."""
+    most_parts: int = 1000
+
+    def can_divide(self, recipe: Recipe) -> bool:
+        """Return whether several processes would be faster; images are decoded by threads on all cores."""
+        return self._num() > 1 and not any(isinstance(each, ImageComputer) for each in recipe.computers)
+
+    def _num(self) -> int:
+        return self.num or min(usable_cores(), psutil.virtual_memory().available // PROCESS_BYTES)
+
+    def run(self, maker: PartMaker, steps: Iterable[PartStep]) -> Iterator[tuple[int, StepResult]]:
+        """Yield the number of each step with its result. Raises RuntimeUnavailable, OSError."""
+        queues = _Queues()
+        others = [_Process(maker, number, queues) for number in range(1, self._num())]
+        left = 0
+        try:
+            for other in others:
+                other.start()
+            for step in steps:
+                queues.waiting.put((left, step))
+                left += 1
+            for _ in others:
+                queues.waiting.put(None)
+            while (item := queues.waiting.get()) is not None:
+                queues.done.put((item[0], maker.make(item[1])))
+                while not queues.done.empty():
+                    number, result = queues.next_result()
+                    left -= 1 + (queues.drop_waiting() if result.problems else 0)
+                    yield number, result
+            # it was for one of the others
+            queues.waiting.put(None)
+            while left:
+                number, result = queues.next_result()
+                left -= 1 + (queues.drop_waiting() if result.problems else 0)
+                yield number, result
+        finally:
+            queues.stopped.set()
+            for other in others:
+                other.end()
+
+
+THIS_MACHINE = PartProcesses()
+"""All cores of this machine."""
+
+
+class _Queues:
+    """What the threads share: steps that wait, each with its number, then None for each thread; and what is done."""
+
+    def __init__(self) -> None:
+        self.waiting: queue.Queue[tuple[int, PartStep] | None] = queue.Queue()
+        self.done: queue.Queue[tuple[int, StepResult] | Exception] = queue.Queue()
+        self.stopped = threading.Event()
+
+    def next_result(self) -> tuple[int, StepResult]:
+        """Return the next result. Raises what a thread has raised."""
+        item = self.done.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def drop_waiting(self) -> int:
+        """Remove the steps that wait, and return how many they were."""
+        dropped = ends = 0
+        with suppress(queue.Empty):
+            while True:
+                is_end = self.waiting.get_nowait() is None
+                ends += is_end
+                dropped += not is_end
+        for _ in range(ends):
+            self.waiting.put(None)
+        return dropped
+
+
+class _Process:
+    """Passes steps to another process in a thread, and starts a new one in the place of one that ended."""
+
+    def __init__(self, maker: PartMaker, number: int, queues: _Queues) -> None:
+        self._thread = threading.Thread(target=self._pass_steps, name=f"parts-{number}", daemon=True)
+        self._folder = maker.folder
+        self._log = maker.folder / f"process-{number}.log"
+        self._queues = queues
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Begin to take steps."""
+        self._process = self._new_process()
+        self._thread.start()
+
+    def _pass_steps(self) -> None:
+        try:
+            while (item := self._queues.waiting.get()) is not None and not self._queues.stopped.is_set():
+                number, step = item
+                self._queues.done.put((number, self._made(step)))
+        except Exception as error:
+            if not self._queues.stopped.is_set():
+                self._queues.done.put(error)
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        if not self._process:
+            return
+        self._process.kill()
+        # a thread that waits for a step gets none
+        self._queues.waiting.put(None)
+        self._thread.join()
+        self._process.kill()
+        self._process.communicate()
+
+    def _new_process(self) -> subprocess.Popen[bytes]:
+        program = [sys.executable, "-m", "onward.trainer.data.storage.part_program", str(self._folder)]
+        with self._log.open("ab") as output:
+            # Ctrl-C in a terminal is for this process, which ends the others
+            return subprocess.Popen(
+                program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True
+            )
+
+    def _made(self, step: PartStep) -> StepResult:
+        for _ in range(MOST_DEATHS):
+            assert self._process
+            if line := _answer(self._process, step):
+                reply = Reply.model_validate_json(line)
+                if reply.os_error:
+                    raise OSError(*reply.os_error)
+                assert reply.result
+                return reply.result
+            self._process.communicate()
+            status = self._process.returncode
+            if self._queues.stopped.is_set():
+                break
+            log.warning("a process that writes shards ended with status %d; another makes its part again", status)
+            self._process = self._new_process()
+        text = self._log.read_text(errors="replace")[-LOG_LETTERS:].strip()
+        raise RuntimeUnavailable(
+            f"{MOST_DEATHS} processes ended in the same part of the data, the last with status {status}: "
+            f"{text or 'without a message, as the kernel ends a process when memory is short'}; see {self._log}"
+        )
+
+
+def _answer(process: subprocess.Popen[bytes], step: PartStep) -> bytes:
+    """Return the line with which a process answers; empty if it has ended."""
+    assert process.stdin
+    assert process.stdout
+    try:
+        _write_line(process.stdin, step.model_dump_json())
+    except BrokenPipeError:
+        return b""
+    line = process.stdout.readline()
+    return line if line.endswith(b"\n") else b""
+
+
+def _write_line(file: IO[bytes], text: str) -> None:
+    file.write(text.encode() + b"\n")
+    file.flush()

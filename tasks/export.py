@@ -50,6 +50,7 @@ from onward.trainer.errors import (
     RuntimeUnavailable,
     StorageUnavailable,
 )
+from onward.trainer.onnx_graph.files.whole_models import FOLDER_PREFIX, copies_under
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import durable_file, remove_partials
 from onward.trainer.run.export_folder import changes_in, example_in, samples_in, variant_in
@@ -227,7 +228,7 @@ def _optimized(exported: ExportedModel) -> Iterator[Path]:
     """Yield the variant that runs faster with the same results, if it was made: it is registered with the file."""
     for variant in exported.variants:
         if variant.kind == "optimized" and variant.path:
-            yield variant.path
+            yield from filter(None, (variant.path, variant.data))
 
 
 def _port(info: TensorInfo) -> Port:
@@ -283,40 +284,53 @@ def copy_to(
     # everything beside the file is named after it, so that several exported files can share a directory
     places = {variant.kind: target.with_name(f"{target.stem}.{variant.kind}.onnx") for variant in written}
     copies = {file: folder / file.relative_to(exported.path.parent) for file in exported.beside}
-    copies |= {variant.path: places[variant.kind] for variant in written if variant.path}
     copies |= {file: target.with_name(f"{target.stem}.training") / file.name for file in exported.training}
     copies |= {file: target.with_name(f"{target.stem}.preprocessing") / file.name for file in exported.preprocessing}
     copies |= {exported.card: target.with_name(f"{target.stem}.{CARD}")} if exported.card else {}
-    if not overwrite and (problems := files_in_the_way(target, others=copies.values())):
-        raise RuntimeUnavailable(f"the exported file stays at {exported.path}: {why}" for why in problems)
-    # The model itself last: when it is there, all its files are.
-    for file, place in {**copies, exported.path: target}.items():
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if not temporary:
-                # before the copy: a copy that is cut off must be known as ours, to be replaced the next time
-                remember(place, file)
-            remove_partials(place)
-            with durable_file(place) as partial:
-                shutil.copyfile(file, partial)
-        except OSError as error:
-            why = f"cannot write the exported file to {place}: {error}"
-            raise (storage_error(error, place) or RuntimeUnavailable(why)) from error
+    with owned_folder("onward-variants-") as renamed:
+        copied_variants = dict[Path, Path]()
+        for variant in written:
+            assert variant.path is not None
+            copied_variants |= copies_under(places[variant.kind], variant.path, variant.data, folder=renamed)
+        all_copies = {**copied_variants, **copies}
+        if not overwrite and (problems := files_in_the_way(target, others=all_copies.values())):
+            raise RuntimeUnavailable(f"the exported file stays at {exported.path}: {why}" for why in problems)
+        # The model itself last: when it is there, all its files are.
+        for file, place in {**all_copies, exported.path: target}.items():
+            _copy(file, place, temporary=temporary)
 
     def copied(files: Sequence[Path]) -> tuple[Path, ...]:
         return tuple(copies[file] for file in files)
 
     # a variant that was refused has no file, and keeps its reason
-    variants = tuple(variant.model_copy(update={"path": places.get(variant.kind)}) for variant in exported.variants)
+    variants = []
+    for variant in exported.variants:
+        place = places.get(variant.kind)
+        data = copied_variants[variant.data] if variant.data else None
+        variants.append(variant.model_copy(update={"path": place, "data": data}))
     moved = {
         "path": target,
         "beside": copied(exported.beside),
         "training": copied(exported.training),
         "preprocessing": copied(exported.preprocessing),
         "card": copies[exported.card] if exported.card else None,
-        "variants": variants,
+        "variants": tuple(variants),
     }
     return exported.model_copy(update=moved)
+
+
+def _copy(file: Path, place: Path, *, temporary: bool) -> None:
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not temporary:
+            # before the copy: a copy that is cut off must be known as ours, to be replaced the next time
+            remember(place, file)
+        remove_partials(place)
+        with durable_file(place) as partial:
+            shutil.copyfile(file, partial)
+    except OSError as error:
+        why = f"cannot write the exported file to {place}: {error}"
+        raise (storage_error(error, place) or RuntimeUnavailable(why)) from error
 
 
 def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConfig) -> ExportedModel:
@@ -328,6 +342,8 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
     named = (folder / "preprocessing.json", folder / CARD, samples_in(folder), changes_in(folder))
     for former in (record, refusal_in(folder), *named, *partial):
         former.unlink(missing_ok=True)
+    for unfinished in folder.glob(f"{FOLDER_PREFIX}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
     # Native code of onnxruntime may crash; in a process of its own it ends only the export.
     ending = _run_trainer("export", run, str(checkpoint.absolute()), folder)
     if refusal := refusal_of(folder):

@@ -12,8 +12,9 @@ import typer
 from onward.flows import api
 from onward.flows.commands.common import MAX_SEED, Json, Output, print_facts, print_json
 from onward.flows.run_state import exports
-from onward.trainer.bounds import MODEL_BYTES
 from onward.trainer.errors import ConfigError
+from onward.trainer.quantities import gib
+from onward.trainer.run.machine import this_machine
 
 # The kinds of export.variants, repeated because importing the configuration would slow `--help` down; a test compares.
 VariantKind = StrEnum(
@@ -207,23 +208,28 @@ def gpt2(
 
 
 def _refuse_large(weights: int) -> None:
-    """Refuse a model that its file cannot hold, before memory is taken for it. weights: about how many it has."""
-    if 4 * weights > MODEL_BYTES.most:
-        raise ConfigError(f"the model would have {MODEL_BYTES.exceeded(4 * weights)}; choose smaller numbers")
+    """Refuse a model that the memory cannot hold, before it is taken. weights: about how many it has."""
+    if 4 * weights > (free := this_machine.free_host_memory()):
+        raise ConfigError(
+            f"the model would take {gib(4 * weights)} of memory, and {gib(free)} are free; choose smaller numbers"
+        )
 
 
 def _write_model(model: Any, output: Path, *, as_json: bool) -> None:
     from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 
-    from onward.trainer.run.durable_files import sha256, write_durably
+    from onward.trainer.onnx_graph.files.whole_models import data_file_of, whole_file, write_whole
+    from onward.trainer.run.durable_files import sha256
 
     try:
-        content = model.SerializeToString()
+        with whole_file(output) as made:
+            data = write_whole(model, made)
     except EncodeError as error:
         raise MemoryError from error  # its size was checked: protobuf did not get the memory
-    write_durably(output, content)
     # the names are what a configuration needs next
     inputs = [value.name for value in model.graph.input]
     outputs = [value.name for value in model.graph.output]
     facts = {"path": str(output), "bytes": output.stat().st_size, "sha256": sha256(output)}
+    if data:
+        facts |= {"data": str(data_file_of(output)), "data_bytes": data_file_of(output).stat().st_size}
     print_facts({**facts, "inputs": inputs, "outputs": outputs}, as_json=as_json)

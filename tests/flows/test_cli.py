@@ -42,6 +42,7 @@ from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.events import EventWriter, Started
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.machine import this_machine
 from onward.trainer.run.outcomes.ending_kinds import EXIT_STATUSES
 from onward.trainer.run.records import AttemptResult, RankError, RunIdentity, TrainResult, write_record
 from tests.support.graphs import tiny_transformer
@@ -517,9 +518,10 @@ def test_every_number_of_an_option_has_a_least_and_a_greatest_value() -> None:
         ("gpt2", "--vocab-size", "9" * 5000),
     ],
 )
-def test_a_reference_model_larger_than_a_file_is_refused_before_memory_is_taken(
-    words: tuple[str, ...], tmp_path: Path
+def test_a_reference_model_larger_than_the_memory_is_refused_before_it_is_taken(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(this_machine, "free_host_memory", lambda: 16 << 30)
     result = CliRunner().invoke(cli.app, ["reference", *words, "-o", str(tmp_path / "model.onnx")])
     assert isinstance(result.exception, ConfigError) or result.exit_code == 2
     assert not (tmp_path / "model.onnx").exists()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from onward.infra.mlflow.tracking import Tracker
@@ -16,6 +17,7 @@ from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.diagnostics.export_conflicts import files_in_the_way
 from onward.trainer.errors import CheckpointError, ConfigError, ExportRefused, RuntimeUnavailable
 from onward.trainer.events import Evaluated, EventWriter
+from onward.trainer.onnx_graph.files.whole_models import write_whole
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.recorded.exported_files import not_ours, remember
@@ -24,6 +26,7 @@ from onward.trainer.run.records import (
     ExportedModel,
     RunIdentity,
     TrainResult,
+    Variant,
     read_record,
     write_record,
 )
@@ -293,6 +296,37 @@ def test_external_data_is_copied_into_the_same_subdirectory_and_what_describes_i
     assert copied.card.read_text() == (run.export / "README.md").read_text()
     assert copied.preprocessing == (tmp_path / "out" / "seven.preprocessing" / "preprocessing.json",)
     assert copied.preprocessing[0].read_text() == "{}"
+
+
+def test_a_variant_with_a_data_file_is_copied_under_a_new_name_and_still_loads(tmp_path: Path) -> None:
+    model = tiny_mlp()
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    data = write_whole(model, folder / "model.fp16.onnx", most=100)
+    variant = Variant(
+        kind="fp16",
+        path=folder / "model.fp16.onnx",
+        data=data,
+        bytes=1,
+        size_ratio=1,
+        latency_ratio=1,
+        metrics={},
+    )
+    exported = ExportedModel(
+        path=folder / "model.onnx", sha256="", step=1, parity=0, before={}, after={}, changed=0, variants=(variant,)
+    )
+    # twice: the second copy replaces the first
+    for _ in range(2):
+        copied = task.copy_to(tmp_path / "out" / "a.onnx", exported, source=tmp_path / "given.onnx")
+    (variant,) = copied.variants
+    assert variant.data == tmp_path / "out" / "a.fp16.onnx.data"
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"a.onnx", "a.fp16.onnx", "a.fp16.onnx.data"}
+    assert variant.path is not None
+    assert onnx.load(variant.path).graph.node == model.graph.node
+    (tmp_path / "out" / "a.fp16.onnx.data").write_bytes(b"of somebody")
+    with pytest.raises(RuntimeUnavailable, match="no export has left it so"):
+        task.copy_to(tmp_path / "out" / "a.onnx", exported, source=tmp_path / "given.onnx")
 
 
 # -- a refused one

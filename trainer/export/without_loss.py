@@ -19,9 +19,12 @@ from onward.trainer.export.measuring.onnx_runner import Array
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.onnx_graph.files.index import nodes_between
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES, write_whole
 
 
-def write_without_loss(exported: ModelFile, target: Path, losses: Sequence[str], feed: Mapping[str, Array]) -> None:
+def write_without_loss(
+    exported: ModelFile, target: Path, losses: Sequence[str], feed: Mapping[str, Array], *, most: int = MOST_BYTES
+) -> None:
     """Write the file without the outputs `losses`, and without the nodes, inputs and weights that only they need.
 
     feed: inputs, on which the outputs that are left must have the same bits. Raises ExportRefused if they do not, or if
@@ -48,8 +51,8 @@ def write_without_loss(exported: ModelFile, target: Path, losses: Sequence[str],
         copies = [type(entry).FromString(entry.SerializeToString()) for entry in entries]
         graph.ClearField(field)  # invalidates the entries
         getattr(graph, field).extend(copies)
-    onnx.checker.check_model(model)
-    target.write_bytes(model.SerializeToString())
+    write_whole(model, target, most=most)
+    onnx.checker.check_model(str(target))
     whole = open_session(exported.path)
     part = open_session(target)
     wanted = dict(zip(names, whole.run(None, dict(feed)), strict=True))

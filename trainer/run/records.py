@@ -195,6 +195,8 @@ class Variant(Record):
     """One of `export.variants`."""
     path: Path | None
     """None if the variant was refused."""
+    data: Path | None = None
+    """The file of its weights, if they do not fit into `path`."""
     bytes: int
     size_ratio: float
     """Its size over the exported file's."""

@@ -37,6 +37,7 @@ from onward.trainer.export.preprocessing.image_nodes import fitted_pixels
 from onward.trainer.export.preprocessing.preprocessing_file import describe
 from onward.trainer.onnx_graph.files.index import length_of
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.files.whole_models import write_whole
 from onward.trainer.onnx_graph.node_builder import GraphExtender
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.recorded.preprocessing_record import ImageInput, Preprocessing, TableColumn, TableInput
@@ -64,7 +65,7 @@ def write_with_preprocessing(run: RunDir, exported: ExportedModel, target: Path)
     recipe = describe(config.data, config.losses, config.model, manifest, signature, exported)
     model = ModelFile.read(exported.path).with_external_data()
     names = add_preprocessing(model, recipe)
-    target.write_bytes(model.SerializeToString())
+    write_whole(model, target)
     onnx.checker.check_model(str(target), full_check=True)
     # one thread: the latency of both is compared
     sessions = [open_session(path, threads=1) for path in (exported.path, target)]

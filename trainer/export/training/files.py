@@ -46,6 +46,7 @@ from onward.trainer.export.training.optimizer_graph import optimizer_model
 from onward.trainer.model.layer_scales import layer_scales
 from onward.trainer.onnx_graph.files.external_ranges import load_external
 from onward.trainer.onnx_graph.files.index import all_tensors, length_of
+from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES
 from onward.trainer.onnx_graph.inner_tensors import lift_inner_tensors
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
@@ -54,9 +55,6 @@ from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.quantities import gib
 from onward.trainer.run.durable_files import durable_file, sha256, write_durably
 from onward.trainer.run.records import write_record
-
-MOST_BYTES = 2**31 - 2**20
-"""Greatest size of one ONNX file, 2 GB, less a margin for names."""
 
 
 class _Record(BaseModel):

@@ -20,6 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader
 
 from onward.trainer.errors import ExportRefused
+from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES, data_file_of, fits_one_file, write_whole
 
 PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "LSTM", "GRU", "RNN", "Attention")
 """Operators whose time half precision shortens."""
@@ -47,7 +48,9 @@ def in_half_precision(model: onnx.ModelProto) -> onnx.ModelProto:
                     attribute.CopyFrom(helper.make_attribute("value", tensor))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of each value that fp16 rounds to 0 or to 65504: the metrics judge the result
-        halved: onnx.ModelProto = convert_float_to_float16(model, keep_io_types=True)
+        halved: onnx.ModelProto = convert_float_to_float16(
+            model, keep_io_types=True, disable_shape_infer=not fits_one_file(model)
+        )
     _drop_repeated_casts(halved.graph)
     in_order = OnnxModel(halved)
     in_order.topological_sort()  # the converter appends its casts at the end
@@ -67,13 +70,24 @@ def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
     graph.node.extend(kept)
 
 
-def refuse_overflow(model: onnx.ModelProto, rows: CalibrationDataReader, folder: Path) -> None:
+def with_types(model: onnx.ModelProto, folder: Path, *, most: int = MOST_BYTES) -> Path:
+    """Write a model with the types of all its values to an empty folder; return the file."""
+    given = folder / "given.onnx"
+    write_whole(model, given, most=most)
+    typed = folder / "typed.onnx"
+    # by path: in memory it serializes the model
+    onnx.shape_inference.infer_shapes_path(str(given), str(typed))
+    return typed
+
+
+def refuse_overflow(typed: Path, rows: CalibrationDataReader, *, most: int = MOST_BYTES) -> None:
     """Raise ExportRefused if an operand or a result of a product of the fp32 model is beyond fp16 on these rows."""
     from onnxruntime.quantization.calibrate import create_calibrator
 
-    given = folder / "given.onnx"
-    onnx.save_model(onnx.shape_inference.infer_shapes(model), given)
-    calibrator = create_calibrator(given, PRODUCTS, str(folder / "augmented.onnx"))
+    split = data_file_of(typed.with_name("given.onnx")).exists()
+    calibrator = create_calibrator(
+        typed, PRODUCTS, str(typed.with_name("augmented.onnx")), use_external_data_format=split
+    )
     calibrator.collect_data(rows)
     ranges = calibrator.compute_data().data.items()
     greatest = {name: float(np.abs([held.lowest, held.highest]).max()) for name, held in ranges}

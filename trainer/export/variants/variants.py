@@ -21,6 +21,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -35,12 +36,12 @@ from onward.trainer.export.measuring.helper_nodes import without_helpers
 from onward.trainer.export.measuring.latency import latency_on_evaluation
 from onward.trainer.export.measuring.onnx_runner import Array, OnnxRunner
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.export.variants.half_precision import in_half_precision, refuse_overflow
+from onward.trainer.export.variants.half_precision import in_half_precision, refuse_overflow, with_types
 from onward.trainer.export.without_loss import write_without_loss
 from onward.trainer.onnx_graph.files.index import known_types, locations, nodes_between
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
-from onward.trainer.run.durable_files import durable_file
+from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES, data_file_of, whole_file, write_whole
 from onward.trainer.run.outcomes.storage import storage_error
 from onward.trainer.run.records import Variant
 
@@ -59,18 +60,20 @@ def make_variant(
     tolerance: float,
     losses: Sequence[str] = (),
     read: Sequence[str] = (),
+    most: int = MOST_BYTES,
 ) -> Variant:
     """Make one variant beside the exported file; return its size, latency and metrics.
 
     losses: the outputs that are losses of the graph itself; "" = the first. read: the tensors that the losses read,
-    which may be inside the graph: while it is made and measured the variant returns them, too.
+    which may be inside the graph: while it is made and measured the variant returns them, too. most: bytes of one ONNX
+    file; a larger variant has its weights in a file beside it.
 
     If it loses more than `tolerance`, or cannot be made, no file is left and the record gives the reason.
     """
     # without the loss nothing is measured, and no scores are read
     inner = [] if kind == "without_loss" else _inner(exported, read)
     with _returning(exported, inner) as file:
-        return _made(kind, exported, file, data=data, tolerance=tolerance, losses=losses, inner=inner)
+        return _made(kind, exported, file, data=data, tolerance=tolerance, losses=losses, inner=inner, most=most)
 
 
 def _made(
@@ -82,36 +85,32 @@ def _made(
     tolerance: float,
     losses: Sequence[str],
     inner: Sequence[str],
+    most: int,
 ) -> Variant:
     target = exported.with_name(f"{exported.stem}.{kind}.onnx")
     runner = OnnxRunner(file, data)
     # by the same runtime as the variant: only what the variant changes makes a difference
     before = runner.evaluate()
-    size = sum(path.stat().st_size for path in (exported, *(exported.parent / name for name in locations(file.proto))))
+    size = _size(file)
     base = Variant(kind=kind, path=None, bytes=0, size_ratio=0, latency_ratio=0, metrics={})
-    # one ONNX file is one protobuf message, which has at most 2 GB
-    if size > 2**31 - 2**20:
-        return base.model_copy(update={"refused": f"the file has {size:,} bytes; variants are made up to 2 GB"})
     try:
-        with durable_file(target) as partial, _without_helpers(file, kind) as plain:
+        with whole_file(target) as partial, _without_helpers(file, kind) as plain:
             if kind == "without_loss":
-                write_without_loss(file, partial, losses, next(runner.feeds()))
+                write_without_loss(file, partial, losses, next(runner.feeds()), most=most)
                 measured: dict[str, float] = {}  # there is no loss left to measure; the outputs have the same bits
             else:
-                MAKERS[kind](plain, partial, runner)
+                MAKERS[kind](plain, partial, runner, most)
                 # without widening: a variant is measured in the precision that it is made for
                 made = OnnxRunner(ModelFile.read(partial), data, widen=False)
                 measured = made.evaluate()
             found = base.model_copy(
                 update={
-                    "path": target,
-                    "bytes": partial.stat().st_size,
-                    "size_ratio": partial.stat().st_size / size,
+                    **_sizes(partial, target, size),
                     "metrics": measured,
                     "latency_ratio": latency_on_evaluation(plain.path, partial, runner),
                 }
             )
-            # inside of durable_file: leaving it by an error removes the partial file
+            # inside of whole_file: leaving it by an error removes what was made
             if measured and (lost := too_much(before, measured, tolerance)):
                 raise ExportRefused(lost)
             if kind == "fp16_compute" and has_cuda():
@@ -120,8 +119,7 @@ def _made(
                     raise ExportRefused(f"on a GPU {lost}")
             if inner:
                 _drop_outputs(partial, inner)
-                written = partial.stat().st_size
-                found = found.model_copy(update={"bytes": written, "size_ratio": written / size})
+                found = found.model_copy(update=_sizes(partial, target, size))
     except (ExportRefused, OSError) as error:
         if storage := storage_error(error, exported):
             raise storage from error
@@ -166,7 +164,7 @@ def _returning(exported: Path, inner: Sequence[str]) -> Iterator[ModelFile]:
     path = exported.with_name(f"{exported.stem}.scores.onnx")
     file.proto.graph.output.extend(types[name] for name in inner)
     try:
-        path.write_bytes(file.proto.SerializeToString())
+        write_whole(file.proto, path)
         yield ModelFile(path, file.proto)
     finally:
         path.unlink(missing_ok=True)
@@ -183,7 +181,7 @@ def _drop_outputs(path: Path, names: Sequence[str]) -> None:
         copies = [type(entry).FromString(entry.SerializeToString()) for entry in entries]  # clearing invalidates them
         graph.ClearField(field)
         getattr(graph, field).extend(copies)
-    path.write_bytes(model.SerializeToString())
+    write_whole(model, path)
 
 
 def kept_if_written(kind: str, exported: Path, write: Callable[[Path], tuple[float, float]]) -> Variant:
@@ -195,14 +193,30 @@ def kept_if_written(kind: str, exported: Path, write: Callable[[Path], tuple[flo
     target = exported.with_name(f"{exported.stem}.{kind}.onnx")
     made = Variant(kind=kind, path=target, bytes=0, size_ratio=0, latency_ratio=0, metrics={})
     try:
-        with durable_file(target) as partial:
+        with whole_file(target) as partial:
             _, latency = write(partial)
-            size = partial.stat().st_size
+            sizes = _sizes(partial, target, _size(ModelFile.read(exported)))
     except Exception as error:  # errors of onnx.checker and of onnxruntime have no common base class
         why = str(error) if isinstance(error, ExportRefused) else f"{type(error).__name__}: {error}"
         return made.model_copy(update={"path": None, "refused": why})
-    ratio = size / exported.stat().st_size
-    return made.model_copy(update={"bytes": size, "size_ratio": ratio, "latency_ratio": latency})
+    return made.model_copy(update={**sizes, "latency_ratio": latency})
+
+
+def _size(file: ModelFile) -> int:
+    """Return the bytes of a file and of its external data."""
+    return sum(
+        path.stat().st_size for path in (file.path, *(file.path.parent / name for name in locations(file.proto)))
+    )
+
+
+def _sizes(made: Path, target: Path, exported_bytes: int) -> dict[str, Any]:
+    """Return the fields of a variant's record that say where its files will be, and how large they are."""
+    size = made.stat().st_size
+    data = data_file_of(made) if data_file_of(made).exists() else None
+    if data:
+        size += data.stat().st_size
+    place = data_file_of(target) if data else None
+    return {"path": target, "data": place, "bytes": size, "size_ratio": size / exported_bytes}
 
 
 def too_much(before: dict[str, float], after: dict[str, float], tolerance: float) -> str:
@@ -226,14 +240,17 @@ def too_much(before: dict[str, float], after: dict[str, float], tolerance: float
 # -- the kinds
 
 
-def _optimized(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
-    open_session(exported.path, save=target)
+def _optimized(exported: ModelFile, target: Path, runner: OnnxRunner, most: int) -> None:
+    split = _size(exported) > most
+    # the copy of a file with external data would refer to the file's own
+    embedded = not split and locations(exported.proto)
+    open_session(exported.with_external_data() if embedded else exported.path, save=target, save_data=split)
 
 
 def _halved(element_type: int) -> Callable[..., None]:
     """Store fp32 weights in half the bytes. Arithmetic stays fp32, so this saves size, not time."""
 
-    def make(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
+    def make(exported: ModelFile, target: Path, runner: OnnxRunner, most: int) -> None:
         model = _with_initializers(exported)
         opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
         if element_type == TensorProto.BFLOAT16 and opset < 13:
@@ -268,15 +285,16 @@ def _halved(element_type: int) -> Callable[..., None]:
         nodes = [*casts, *graph.node]
         del graph.node[:]
         graph.node.extend(nodes)
-        target.write_bytes(model.SerializeToString())
+        write_whole(model, target, most=most)
 
     return make
 
 
-def _computing_in_half(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
+def _computing_in_half(exported: ModelFile, target: Path, runner: OnnxRunner, most: int) -> None:
     with tempfile.TemporaryDirectory(prefix="onward-half-") as folder:
-        refuse_overflow(_with_initializers(exported), Calibration(runner, CALIBRATION_BATCHES), Path(folder))
-    target.write_bytes(in_half_precision(_with_initializers(exported)).SerializeToString())
+        typed = with_types(_with_initializers(exported), Path(folder), most=most)
+        refuse_overflow(typed, Calibration(runner, CALIBRATION_BATCHES), most=most)
+        write_whole(in_half_precision(onnx.load_model(str(typed))), target, most=most)
 
 
 def _with_initializers(exported: ModelFile) -> onnx.ModelProto:
@@ -301,38 +319,45 @@ def _unused_name(name: str, taken: set[str]) -> str:
     return name
 
 
-def _dynamic(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
+def _dynamic(exported: ModelFile, target: Path, runner: OnnxRunner, most: int) -> None:
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
-        ready = prepared(exported, Path(folder))
+        ready = prepared(exported, Path(folder), most=most)
         # convolutions are left out: onnxruntime has a fast kernel for them with calibrated activations only
-        quantize_dynamic(ready, target, op_types_to_quantize=["MatMul", "Gemm", "LSTM", "Gather", "Attention"])
+        quantize_dynamic(
+            ready,
+            target,
+            op_types_to_quantize=["MatMul", "Gemm", "LSTM", "Gather", "Attention"],
+            use_external_data_format=_size(exported) > most,
+        )
     _refuse_unquantized(target, "no MatMul, Gemm, LSTM or embedding; int8_static quantizes convolutions")
 
 
-def _static(exported: ModelFile, target: Path, runner: OnnxRunner) -> None:
+def _static(exported: ModelFile, target: Path, runner: OnnxRunner, most: int) -> None:
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
         quantize_static(
-            prepared(exported, Path(folder)),
+            prepared(exported, Path(folder), most=most),
             target,
             Calibration(runner, CALIBRATION_BATCHES),
             # one scale for each output channel: channels whose weights differ in magnitude keep their precision
             per_channel=True,
             weight_type=QuantType.QInt8,
+            use_external_data_format=_size(exported) > most,
         )
     _refuse_unquantized(target, "no layer that onnxruntime quantizes")
 
 
-def prepared(exported: ModelFile, folder: Path) -> Path:
+def prepared(exported: ModelFile, folder: Path, *, most: int = MOST_BYTES) -> Path:
     """Write a copy with the shapes of all values, which quantizers need."""
     given = folder / "given.onnx"
     prepared = folder / "prepared.onnx"
-    onnx.save_model(_with_initializers(exported), given)
+    split = write_whole(_with_initializers(exported), given, most=most) is not None
+    how: dict[str, Any] = {"save_as_external_data": split, "all_tensors_to_one_file": True}
     with contextlib.chdir(folder):  # it leaves files in the working directory when it fails
         try:
-            quant_pre_process(given, prepared)
+            quant_pre_process(given, prepared, **how)
         except Exception:  # symbolic shape inference fails on some graphs that onnx's own accepts
             log.info("quantizing without symbolic shapes")
-            quant_pre_process(given, prepared, skip_symbolic_shape=True)
+            quant_pre_process(given, prepared, skip_symbolic_shape=True, **how)
     return prepared
 
 
@@ -352,7 +377,7 @@ class Calibration(CalibrationDataReader):  # type: ignore[misc]
         return next(self._feeds, None)
 
 
-MAKERS: dict[str, Callable[[ModelFile, Path, OnnxRunner], None]] = {
+MAKERS: dict[str, Callable[[ModelFile, Path, OnnxRunner, int], None]] = {
     "optimized": _optimized,
     "fp16": _halved(TensorProto.FLOAT16),
     "bf16": _halved(TensorProto.BFLOAT16),

@@ -17,11 +17,10 @@ from onnx import numpy_helper
 
 from onward.trainer.config.sections.quantize import QuantizeConfig
 from onward.trainer.onnx_graph.files.model_files import stored_array
+from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES
 
 LEAST_OPSET = 13
 """From which QuantizeLinear has a scale for each channel."""
-MOST_BYTES = 2**31 - 2**20
-"""One ONNX file is one protobuf message, which has at most 2 GB."""
 
 
 def quantizing_problems(model: onnx.ModelProto, settings: QuantizeConfig, *, size: int) -> list[str]:

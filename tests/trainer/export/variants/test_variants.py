@@ -21,6 +21,7 @@ from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.variants import variants
 from onward.trainer.export.variants.variants import make_variant, too_much
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
+from onward.trainer.onnx_graph.files.whole_models import write_whole
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.run.records import Variant
@@ -110,6 +111,55 @@ def test_a_variant_runs_keeps_its_ends_and_loses_little(
     ]
     ends = [[(end.name, end.type, end.shape) for end in (*s.get_inputs(), *s.get_outputs())] for s in sessions]
     assert ends[0] == ends[1]
+
+
+SPLIT_BYTES = 20_000
+"""Less than the network of texts has."""
+
+
+@pytest.mark.parametrize("kind", ["optimized", "fp16", "bf16", "fp16_compute", "int8_dynamic", "int8_static"])
+def test_a_variant_that_is_too_large_for_one_file_has_its_weights_beside_it(
+    kind: str, text: tuple[Path, EvaluationData], tmp_path: Path
+) -> None:
+    path, data = text
+    exported = tmp_path / "text.onnx"
+    # as a file that is too large has them
+    own_data = write_whole(onnx.load(path), exported, most=SPLIT_BYTES)
+    assert own_data is not None
+    variant = make_variant(kind, exported, data=data, tolerance=0.02, most=SPLIT_BYTES)
+    assert not variant.refused
+    assert variant.path == tmp_path / f"text.{kind}.onnx"
+    assert variant.data == tmp_path / f"text.{kind}.onnx.data"
+    assert variant.bytes == variant.path.stat().st_size + variant.data.stat().st_size
+    names = {"text.onnx", "text.onnx.data", variant.path.name, variant.data.name}
+    assert {file.name for file in tmp_path.iterdir()} == names
+    # without the file that it was made of
+    exported.unlink()
+    own_data.unlink()
+    session = onnxruntime.InferenceSession(str(variant.path), providers=["CPUExecutionProvider"])
+    rows = next(iter(data.batches())).inputs[0].numpy()
+    assert np.isfinite(session.run(None, {session.get_inputs()[0].name: rows})[0]).all()
+
+
+def test_the_optimized_variant_of_a_file_with_external_data_holds_its_weights(
+    text: tuple[Path, EvaluationData], tmp_path: Path
+) -> None:
+    path, data = text
+    own_data = write_whole(onnx.load(path), tmp_path / "text.onnx", most=SPLIT_BYTES)
+    assert own_data is not None
+    variant = make_variant("optimized", tmp_path / "text.onnx", data=data, tolerance=0.02)
+    assert (variant.refused, variant.data) == ("", None)
+    own_data.unlink()
+    onnxruntime.InferenceSession(str(variant.path), providers=["CPUExecutionProvider"])
+
+
+def test_a_large_variant_that_is_refused_leaves_no_data_file(text: tuple[Path, EvaluationData], tmp_path: Path) -> None:
+    path, data = text
+    exported = tmp_path / "text.onnx"
+    exported.write_bytes(path.read_bytes())
+    variant = make_variant("int8_static", exported, data=data, tolerance=-1.0, most=SPLIT_BYTES)
+    assert "above export.variant_tolerance" in variant.refused
+    assert [file.name for file in tmp_path.iterdir()] == ["text.onnx"]
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])

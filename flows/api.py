@@ -241,7 +241,7 @@ def runs() -> list[RunStatus]:
 def examine(hostfile: AnyPath = "") -> MachineReport:
     """Return what an examination of this machine has found, and with `hostfile` of its hosts: MPI, disks, servers ...
 
-    Starts ranks under mpirun, and takes some seconds. Call from the main thread. Raises ConfigError when there is no
+    Starts ranks, and takes some seconds. Call from the main thread. Raises ConfigError when there is no
     such hostfile; what else is wrong is in the record.
     """
     from onward.infra.job.hosts import read_hostfile

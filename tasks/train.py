@@ -1,4 +1,4 @@
-"""train: start attempts under mpirun, one after the other, until the training is done or the job is stopped.
+"""train: start attempts by the launcher, one after the other, until the training is done or the job is stopped.
 
 The task runs in the flow's main thread, which alone receives signals: a cancellation or Ctrl-C raises an exception
 inside `Job.run`, which lets the ranks save a checkpoint and then passes the exception on. Each attempt resumes from
@@ -56,7 +56,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     Returns a Cancelled state when the job was stopped, also by SIGTERM; the next `train` continues from its last
     checkpoint. Raises TrainingFailed with the error of the first rank that failed, after which a retry makes sense.
     Raises the rank's own error where it does not: Refused, Diverged, Fenced, CheckpointError, OutOfMemory,
-    DeviceAssertion; RuntimeUnavailable without mpirun. How the attempt ended is in its AttemptEnding in every case.
+    DeviceAssertion; RuntimeUnavailable without a launcher. How the attempt ended is in its AttemptEnding in every case.
     """
     config = read_config(run)
     # A retry of the flow after training was done repeats this task.
@@ -82,7 +82,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         # Prefect would take it for a crash of the task; the flow raises it again
         return Cancelled(message=BY_SIGTERM)
     ending = attempt.end(outcome)
-    # Only the result file counts: mpirun exits with 0 when a remote host has failed.
+    # Only the result file counts: mpirun, for one, exits with 0 when a remote host has failed.
     result = result_of(run, attempt.number)
     record = _write_record(run, result) if result is not None else None
     if record is not None and record.status == "done":

@@ -172,7 +172,7 @@ def train(
                 with clock("optimizer"):
                     # `norm` is that of the unscaled gradients, so unscaling and clipping are one multiplication
                     reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
-                    summarise(events, step, model, config=config.monitor)
+                    summarise(events, step, model, num_steps=num_steps, config=config.monitor)
                     trained.optimizer.step()
                     trained.averages.update(step)
                     scaler.grow()

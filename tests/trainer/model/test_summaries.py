@@ -27,14 +27,14 @@ class Two:
 def summaries(tmp_path: Path, step: int, **config: object) -> list[tuple[str, dict[str, object]]]:
     writer = EventWriter(tmp_path / "events.jsonl", attempt=1, rank=0)
     try:
-        summarise(writer, step, Two(), config=MonitorConfig.model_validate({"summary_period": 10, **config}))
+        summarise(writer, step, Two(), num_steps=250, config=MonitorConfig.model_validate(config))
     finally:
         writer.close()
     return [(event.kind, event.model_dump()) for event, _ in read_events(tmp_path / "events.jsonl")]
 
 
 def test_histograms_count_every_value_of_weight_and_gradient(tmp_path: Path) -> None:
-    found = summaries(tmp_path, 20, histograms=["*.weight"])
+    found = summaries(tmp_path, 200, histograms=["*.weight"])
     assert [fields["name"] for _, fields in found] == ["weight/conv.weight", "gradient/conv.weight"]
     for _, fields in found:
         counts, edges = fields["counts"], fields["edges"]
@@ -45,12 +45,13 @@ def test_histograms_count_every_value_of_weight_and_gradient(tmp_path: Path) -> 
 
 
 def test_norms_are_l2(tmp_path: Path) -> None:
-    ((kind, fields),) = summaries(tmp_path, 10, norms=["conv.bias"])
+    ((kind, fields),) = summaries(tmp_path, 100, norms=["conv.bias"])
     assert kind == "scalars"
     assert fields["values"] == pytest.approx(
         {"train/weight_norm/conv.bias": 91**0.5, "train/gradient_norm/conv.bias": 1.5**0.5}
     )
 
 
-def test_between_its_periods_nothing_is_recorded(tmp_path: Path) -> None:
-    assert summaries(tmp_path, 15, histograms=["*"], norms=["*"]) == []
+def test_between_its_periods_nothing_is_recorded_but_in_the_last_step(tmp_path: Path) -> None:
+    assert summaries(tmp_path, 249, histograms=["*"], norms=["*"]) == []
+    assert summaries(tmp_path, 250, norms=["*"])

@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 def init_runtime(run: RunDir) -> RuntimeReport:
     """Run the preflight on every rank and write `runtime.json` and `packages.txt`.
 
-    Raises RuntimeUnavailable with all problems: no launcher, a job of this run that is still running, a world size other
-    than the configured one, no GPU for a rank, a wrong all-reduce, too little memory or disk.
+    Raises RuntimeUnavailable with all problems: no launcher, a job of this run that still runs, a world size other than
+    the configured one, no GPU for a rank, a wrong all-reduce, too little memory or disk.
     """
     config = read_config(run)
     folder = run.root / "preflight"

@@ -36,8 +36,7 @@ SCRIPT = """\
 # two minutes before the time limit: save, end, and begin again
 #SBATCH --signal=B:TERM@120
 #SBATCH --requeue
-{options}
-export ONWARD_HOME={home}
+{options}export ONWARD_HOME={home}
 # the tasks of an array are runs of their own
 exec {command} --name {name}"${{SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}" --continue
 """

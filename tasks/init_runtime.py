@@ -1,4 +1,4 @@
-"""init runtime: start the ranks once under mpirun and check what each of them reports.
+"""init runtime: start the ranks once by the launcher and check what each of them reports.
 
 A wrong MPI library, a missing GPU or a full disk is found in seconds here, and not an hour later in the training.
 """
@@ -18,7 +18,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from onward.infra.job.launcher import LaunchError
-from onward.tasks.attempts.jobs import job_of
+from onward.tasks.attempts.jobs import chosen_launcher, job_of, launcher_of
 from onward.tasks.attempts.wait_before_retry import wait_for_hosts
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.tasks.checks.host_table import ask_hosts, files_of_ranks
@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 def init_runtime(run: RunDir) -> RuntimeReport:
     """Run the preflight on every rank and write `runtime.json` and `packages.txt`.
 
-    Raises RuntimeUnavailable with all problems: a host that does not answer or has other software, no mpirun, a job of
-    this run that is still running, a world size other than the configured one, no GPU for a rank, a wrong all-reduce,
-    too little memory or disk.
+    Raises RuntimeUnavailable with all problems: a host that does not answer or has other software, no launcher, a
+    job of this run that is still running, a world size other than the configured one, no GPU for a rank, a wrong
+    all-reduce, too little memory or disk.
     """
     # of a run that goes on a host may be lost, which it may wait for, or go on without
     if run.current_attempt and read_config(run, "given").launch.hostfile:
@@ -64,6 +64,8 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     # Attempt 0 is the preflight; its errors are those of an earlier start of this run.
     for old in run.errors.glob("000-rank-*.json"):
         old.unlink()
+    if why := chosen_launcher(config.launch)[1]:
+        log.info("%s starts the ranks: %s", launcher_of(config.launch).name, why)
     # The same launcher, hostfile and number of ranks as the training: what fails there fails here first.
     launch_s = _launch(run, config.launch, config.world_size, log=folder / "preflight.log")
     report = RuntimeReport(

@@ -1,4 +1,4 @@
-"""train: start attempts under mpirun, one after the other, until the training is done or the job is stopped.
+"""train: start attempts by the launcher, one after the other, until the training is done or the job is stopped.
 
 The task runs in the flow's main thread, which alone receives signals: a cancellation or Ctrl-C raises an exception
 inside `Job.run`, which lets the ranks save a checkpoint and then passes the exception on. Each attempt resumes from
@@ -19,6 +19,7 @@ from prefect.states import Cancelled
 
 from onward.infra.job.job import Job, wait_until_free
 from onward.infra.job.launcher import LaunchError
+from onward.infra.job.slurm_jobs import allocation
 from onward.tasks.attempts.attempt import Attempt, result_of
 from onward.tasks.attempts.attempt_failure import failure
 from onward.tasks.attempts.jobs import job_of
@@ -57,7 +58,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     Returns a Cancelled state when the job was stopped, also by SIGTERM; the next `train` continues from its last
     checkpoint. Raises TrainingFailed with the error of the first rank that failed, after which a retry makes sense.
     Raises the rank's own error where it does not: Refused, Diverged, Fenced, CheckpointError, OutOfMemory,
-    DeviceAssertion; RuntimeUnavailable without mpirun. How the attempt ended is in its AttemptEnding in every case.
+    DeviceAssertion; RuntimeUnavailable without a launcher. How the attempt ended is in its AttemptEnding in every case.
     """
     config = read_config(run)
     # A retry of the flow after training was done repeats this task.
@@ -84,11 +85,14 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         # Prefect would take it for a crash of the task; the flow raises it again
         return Cancelled(message=BY_SIGTERM)
     ending = attempt.end(outcome, asked=returned.said)
-    # Only the result file counts: mpirun exits with 0 when a remote host has failed.
+    # Only the result file counts: mpirun, for one, exits with 0 when a remote host has failed.
     result = result_of(run, attempt.number)
     record = _write_record(run, result) if result is not None else None
     if record is not None and record.status == "done":
         return record
+    # its scheduler has signalled the ranks, and the flow ends as if it had been signalled, too
+    if ending.kind == "preempted" and allocation():
+        return Cancelled(message=BY_SIGTERM)
     # with a record the ranks saved in time; without one only the earlier checkpoints are left
     if ending.kind == "stopped" and record is not None:
         return Cancelled(message=f"stopped; the checkpoint of step {record.step} is saved")

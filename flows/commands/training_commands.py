@@ -49,9 +49,9 @@ def run(
     """Train a model and export it.
 
     Checks the configuration, the model and the data first and lists everything that is wrong. Then runs the flow in
-    this process, on the ranks that mpirun starts, and prints the result. Ctrl-C saves a checkpoint and stops. With
-    --name and --continue the same command begins a run, goes on with it and finds it finished, as a job needs it that
-    a scheduler starts again.
+    this process, on the ranks that the launcher starts, and prints the result. Ctrl-C saves a checkpoint and stops.
+    With --name and --continue the same command begins a run, goes on with it and finds it finished, as a job needs it
+    that a scheduler starts again.
     """
     files, changes = layers_of(config, overrides)
     outcome = api.run(files, changes, profile=profile, run_name=name, continue_run=continue_run)

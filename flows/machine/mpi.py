@@ -163,7 +163,11 @@ def _job(folder: Path, module: Sequence[str], ranks: int, limit_s: float, hostfi
     # both checks write to the same log
     log.unlink(missing_ok=True)
     job = job_of(
-        LaunchConfig(hostfile=hostfile, start_timeout_s=limit_s), module, num_ranks=ranks, run_dir=folder, log=log
+        LaunchConfig(launcher="mpirun", hostfile=hostfile, start_timeout_s=limit_s),
+        module,
+        num_ranks=ranks,
+        run_dir=folder,
+        log=log,
     )
     try:
         outcome = job.run()

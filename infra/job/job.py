@@ -23,19 +23,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from onward.infra.job import forks, job_guard
+from onward.infra.job import forks, job_guard, slurm_jobs
 from onward.infra.job.child_program import signalled_with_parent
 from onward.infra.job.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
 from onward.infra.job.launcher import Launcher, LaunchError, Ranks
 from onward.infra.job.mpirun import Mpirun
 from onward.infra.job.process_identity import boot_id
+from onward.infra.job.srun import Srun
 from onward.infra.job.stopped_ranks import StoppedRanks
 from onward.infra.job.temporary_folders import make, remove
 
-LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({"mpirun": Mpirun()})
-"""Name -> the launcher."""
+LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({"mpirun": Mpirun(), "slurm": Srun()})
+"""`launch.launcher` -> what it names."""
 
 POLL_S = 0.1
 SUSPENDED_S = 2.0
@@ -46,14 +47,20 @@ SAVE = "save-requested"
 """A file there, which asks the ranks to save and exit; the job then ends by itself, as one that was preempted."""
 
 
+LAST_S = 30.0
+"""Time that the flow has to end after its ranks, before the end of the scheduler's job in which it runs."""
+Reason: TypeAlias = Literal["exited", "stopped", "silent", "start_timeout", "out_of_time"]
+"""Why a job has ended. `stopped`: this process asked for it; ranks that stop without that were signalled by somebody
+else. `out_of_time`: the job of Slurm, in which it runs, is about to end."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a job ended."""
 
     returncode: int | None
     """Exit status of the launcher, for the log only: 0 does not mean success. None = it could not be killed."""
-    reason: Literal["exited", "stopped", "silent", "start_timeout"]
-    """`stopped`: this process asked for it; ranks that stop without that were signalled by somebody else."""
+    reason: Reason
     elapsed_s: float
     detected_ms: int
     """When the launcher ended, or a limit passed: milliseconds since 1970."""
@@ -146,8 +153,8 @@ class Job:
 
     def _watch(
         self, launcher: subprocess.Popen[bytes], folder: Path, guard: Guard, stopped: StoppedRanks
-    ) -> tuple[Literal["exited", "stopped", "silent", "start_timeout"], int]:
-        """Wait for the end of the launcher, the file STOP or a missing heartbeat; stop the job in the last two cases.
+    ) -> tuple[Reason, int]:
+        """Wait for the end of the launcher, the file STOP, a missing heartbeat or the end of the time; stop the job.
 
         Returns which of them, and when: milliseconds since 1970. folder: the temporary directory of the job.
         """
@@ -159,8 +166,15 @@ class Job:
         started = False
         silence_s = self.silence_timeout_s
         ran_at = time.monotonic()
+        ends_at = slurm_jobs.ends_at()
         while launcher.poll() is None:
             time.sleep(POLL_S)
+            if time.time() > ends_at - self.stop_limit_s() - LAST_S:
+                ends_at = slurm_jobs.ends_at()  # somebody may have raised the limit
+                if time.time() > ends_at - self.stop_limit_s() - LAST_S:
+                    noticed_ms = now_ms()
+                    _stop(launcher, self.stop_limit_s())
+                    return "out_of_time", noticed_ms
             # before the other looks: a request to stop counts also if the job falls silent at the same time
             if stop.exists():
                 noticed_ms = now_ms()

@@ -34,9 +34,9 @@ class LaunchError(Exception):
 class Ranks:
     """What a launcher starts: `python -m MODULE` on `num_ranks` ranks."""
 
-    module: tuple[str, ...]
-    """The module and its arguments."""
     num_ranks: int
+    module: tuple[str, ...] = ()
+    """The module and its arguments."""
     hostfile: str = ""
     """The hosts of the ranks; "" = the launcher decides, as a rule this host."""
     networks: tuple[str, ...] = ()
@@ -82,8 +82,8 @@ class Launcher(Protocol):
     rank_variable: str
     """The environment variable with the number of a rank; RANK_VARIABLES of trainer/distributed/launched.py has it."""
 
-    def program(self) -> Path:
-        """Return the executable file. Raises LaunchError without one."""
+    def problems(self, ranks: Ranks, environment: Mapping[str, str]) -> list[str]:
+        """Return why it could not start these ranks from here, a sentence each. Nothing is started."""
 
     def uses_other_hosts(self, hostfile: str, environment: Mapping[str, str]) -> bool:
         """Return whether it may start ranks on other hosts than this one."""

@@ -77,6 +77,14 @@ class Mpirun:
             )
         return Path(program).absolute()
 
+    def problems(self, ranks: Ranks, environment: Mapping[str, str]) -> list[str]:
+        """Return that there is no mpirun, if so."""
+        try:
+            self.program()
+        except LaunchError as error:
+            return [str(error)]
+        return []
+
     def uses_other_hosts(self, hostfile: str, environment: Mapping[str, str]) -> bool:
         """Return whether a hostfile or a scheduler names hosts."""
         return bool(hostfile) or any(name in environment for name in ALLOCATIONS)

@@ -69,7 +69,7 @@ def classify(evidence: Evidence) -> EndingKind:
     # whatever else was noticed: the ranks ended because they were asked to
     if reason == "stopped":
         return "stopped"
-    if evidence.result is not None:
+    if evidence.result is not None or reason == "out_of_time":
         return "preempted"  # ranks that saved and left although this flow has not asked for it
     # the kernel kills with SIGKILL; the counter of the host tells it from a person
     if name == "SIGKILL" and evidence.oom_kills:
@@ -118,6 +118,8 @@ def sentence_of(evidence: Evidence) -> str:
         return "it was stopped as asked" if result else "it was stopped as asked, and did not save in time"
     if result is not None and evidence.asked:
         return f"{evidence.asked}, and the ranks saved first"
+    if evidence.outcome.reason == "out_of_time":
+        return f"{evidence.ending}; they saved first" if result else f"{evidence.ending}, and did not save in time"
     if result is not None:
         return "a signal that this flow had not sent (SIGTERM or SIGUSR1) asked the ranks to end; they saved first"
     if evidence.hosts or evidence.disk:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +18,21 @@ from onward.trainer.run.records import Networks, read_record
 
 def launcher_of(launch: LaunchConfig) -> Launcher:
     """Return what starts the ranks."""
-    return LAUNCHERS["mpirun"]
+    return LAUNCHERS[chosen_launcher(launch)[0]]
+
+
+def chosen_launcher(launch: LaunchConfig) -> tuple[str, str]:
+    """Return the name of the launcher and why it was chosen; "" where there was no choice."""
+    if launch.launcher != "auto":
+        return launch.launcher, f"launch.launcher is {launch.launcher!r}"
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return "mpirun", ""
+    if launch.hostfile:
+        return "mpirun", f"launch.hostfile names hosts, also in job {job} of Slurm"
+    if shutil.which("srun") is None:
+        return "mpirun", f"job {job} of Slurm has no srun on this host"
+    return "slurm", f"this is job {job} of Slurm, whose signals then reach the ranks themselves"
 
 
 def job_of(

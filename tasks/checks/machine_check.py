@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from onward.infra import weights_and_biases
 from onward.infra.job.hosts import read_hostfile
-from onward.infra.job.launcher import LaunchError
+from onward.infra.job.launcher import Ranks
 from onward.tasks.attempts.jobs import launcher_of
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.tasks.checks.registered_models import store_of
@@ -47,7 +47,9 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
     launch = sections.get("launch")
     parallel = sections.get("parallel")
     # sections that were refused are checked with their defaults, to name what is wrong besides
-    problems = [*_launcher_problems(launch if isinstance(launch, LaunchConfig) else LaunchConfig())]
+    known = launch if isinstance(launch, LaunchConfig) else LaunchConfig()
+    layout = parallel if isinstance(parallel, ParallelConfig) else ParallelConfig()
+    problems = [*_launcher_problems(known, num_ranks(layout, known))]
     if isinstance(launch, LaunchConfig) and isinstance(parallel, ParallelConfig):
         problems += _device_problems(launch, parallel)
         problems += _hostfile_problems(launch, num_ranks(parallel, launch))
@@ -73,11 +75,11 @@ def num_ranks(parallel: ParallelConfig, launch: LaunchConfig) -> int:
     return launch.num_ranks or parallel.data * parallel.tensor * parallel.pipeline
 
 
-def _launcher_problems(launch: LaunchConfig) -> Iterator[str]:
-    try:
-        launcher_of(launch).program()
-    except LaunchError as error:
-        yield f"{error}: {how_to_install('mpi')}"
+def _launcher_problems(launch: LaunchConfig, ranks: int) -> Iterator[str]:
+    launcher = launcher_of(launch)
+    install = f": {how_to_install('mpi')}" if launcher.name == "mpirun" else ""
+    for problem in launcher.problems(Ranks(num_ranks=ranks, hostfile=launch.hostfile), os.environ):
+        yield f"{problem}{install}"
 
 
 def _device_problems(launch: LaunchConfig, parallel: ParallelConfig) -> Iterator[str]:

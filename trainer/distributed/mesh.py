@@ -56,7 +56,7 @@ class ParallelDims:
         if self.world_size != world_size:
             raise RuntimeUnavailable(
                 f"data {self.data} x tensor {self.tensor} x pipeline {self.pipeline} needs "
-                f"{self.world_size} ranks, but mpirun started {world_size}; change [parallel] or launch.num_ranks"
+                f"{self.world_size} ranks, but {world_size} were started; change [parallel] or launch.num_ranks"
             )
 
     def coordinate(self, rank: int) -> Coordinate:

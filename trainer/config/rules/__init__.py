@@ -23,6 +23,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     ranks.pipeline,
     ranks.replicas,
     ranks.device,
+    ranks.launcher,
     ranks.split_backward,
     ranks.sequence,
     ranks.recomputation,

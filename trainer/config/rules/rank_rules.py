@@ -108,6 +108,14 @@ def device(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
         yield f"launch.ranks_per_gpu {launch.ranks_per_gpu} is for GPUs; launch.device is 'cpu'"
 
 
+def launcher(launch: LaunchConfig) -> Iterable[str]:
+    if launch.hostfile and launch.launcher not in ("auto", "mpirun"):
+        yield (
+            f"launch.hostfile is for mpirun, and launch.launcher {launch.launcher!r} has hosts of its own; leave one "
+            "of the two out"
+        )
+
+
 def compilation(
     graph: GraphConfig, parallel: ParallelConfig, recompute: RecomputeConfig, launch: LaunchConfig
 ) -> Iterable[str]:

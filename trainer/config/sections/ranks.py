@@ -118,9 +118,12 @@ class LaunchConfig(Section):
     """How the ranks are started, and what happens when one fails."""
 
     num_ranks: NonNegativeInt = 0
-    """Processes mpirun starts; 0 = as many as [parallel] needs."""
+    """Processes that the launcher starts; 0 = as many as [parallel] needs."""
+    launcher: Literal["auto", "mpirun", "slurm"] = "auto"
+    """What starts the ranks: `mpirun` of Open MPI, or `slurm` = srun, on the hosts of the allocation. `auto` = mpirun,
+    but slurm in an allocation of Slurm that has srun and without a hostfile."""
     hostfile: Location = ""
-    """An MPI hostfile; empty = this machine."""
+    """An MPI hostfile, for mpirun; empty = this machine, or the hosts of the allocation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` = one GPU per rank if the machine has any, else the CPU."""
     ranks_per_gpu: Ranks = 1

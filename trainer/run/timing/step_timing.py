@@ -32,7 +32,7 @@ WITHOUT_TIME: Mapping[str, frozenset[str]] = {
         | {"log_period"}
     ),
     "launch": frozenset(
-        {"num_ranks", "rehearsal", "retries", "host_wait_s", "on_out_of_memory", "on_host_lost"}
+        {"num_ranks", "launcher", "rehearsal", "retries", "host_wait_s", "on_out_of_memory", "on_host_lost"}
         | {"start_timeout_s", "heartbeat_timeout_s", "stop_grace_s"}
     ),
     "monitor": frozenset({"experiment", "tracking_uri", "report_to", "report"}),

@@ -144,7 +144,6 @@ class OnnxRunner:
             problem = f"{sentence}: {self.runtime} is {difference:.3g} {above}"
             problems.append(f"{problem}; {apart[name]}" if name in apart else problem)
         self.neighbours = max((each.share for each in apart.values()), default=0.0)
-        # NaN of any output is kept, since it was recorded as the worst
         self.parity = max(difference for difference, _ in worst.values())
         if problems and self._exact is None and (form := exact_form(self._model)):
             measured = partial(self._measure, form, module, batches, tolerance)

@@ -35,6 +35,7 @@ def merged_weights(
     stored: name -> tensor, of any shape.
     """
     read = parameters_read(main)
+    # for files in which nobody wrote which module a node belongs to
     often = _read_often(read, stored, roles)
     found = {}
     for name in _changing(stored, roles):
@@ -51,6 +52,7 @@ def merged_weights(
 
 def _is_merged(tensor: torch.Tensor, parameters: Mapping[str, list[Use]]) -> bool:
     """Return whether a tensor is several parameters by what the exporter wrote, and was not tied by the author."""
+    # what the exporter wrote proves more than how often a tensor is read
     written = {name for name, uses in parameters.items() if uses[0].source != "nothing"}
     sources = {parameters[name][0].source for name in written}
     if len(written) < 2:
@@ -79,6 +81,7 @@ def _read_often(
         readers[name] = list(_nodes(itertools.chain.from_iterable(parameters.values())))
     changing = _changing(stored, roles)
     matrices = [name for name in changing if stored[name].ndim >= 2]
+    # matrices of equal numbers are not trained yet, and may be merged themselves
     meaningful = {name for name in matrices if is_distinctive(stored[name])}
     # how often the layers of this network are repeated, by its matrices; not by embeddings, which a tied head reads too
     repeats = [len(readers.get(name, ())) for name in meaningful if not roles[name].operator.startswith("Gather")]
@@ -122,6 +125,7 @@ def separated_weights(
     for names in places.values():
         # a tensor that is read several times at its place is there once
         first, *others = dict.fromkeys(names)
+        # all are compared with the first one
         scaled = [name for name in others if _is_scaled(stored[first], stored[name])]
         if scaled:
             found.setdefault(first, [first]).extend(name for name in scaled if name not in found[first])
@@ -141,6 +145,7 @@ def _has_proportional_slices(one: torch.Tensor, other: torch.Tensor) -> bool:
     other_rows = other.flatten(1).double()
     if rows.shape[1] < MIN_ELEMENTS:  # two numbers may have any ratio
         return False
+    # rows that are multiples of each other have the same direction, or the opposite one
     cosines = torch.nn.functional.cosine_similarity(rows, other_rows, dim=1).abs()
     # a row of zeros has no direction
     compared = (rows.abs().amax(1) > 0) & (other_rows.abs().amax(1) > 0)
@@ -153,6 +158,7 @@ def folded_products(trained: Iterable[str], folded: Mapping[str, Sequence[str]])
     trained: names of stored tensors. folded: stored tensor -> the parameters that the exporter computed it from.
     Several tensors of the same parameters are parts of one, such as query, key and value of a joint projection.
     """
+    # a tensor that nothing was folded into is its own origin
     origins = {name: tuple(sorted(folded.get(name, (name,)))) for name in trained}
     found = []
     for name, parameters in origins.items():

@@ -28,9 +28,9 @@ Dims = Sequence[int | None]
 def teacher_file_problems(
     teacher: TeacherConfig, model: ModelConfig, losses: Sequence[LossConfig], signature: Signature
 ) -> list[str]:
-    """Return a sentence for everything in which the teacher does not fit; [] without a teacher.
+    """Return a sentence for everything in which the teacher does not fit the model; [] without a teacher.
 
-    signature: of the trained part of the model.
+    losses: those against labels, filled in. signature: of the trained part of the model.
     """
     given = teacher.path
     if not given or url_of(given):  # why it could not be fetched is known
@@ -81,10 +81,12 @@ def teacher_file_problems(
 
 
 def _setting(soft: SoftLoss) -> str:
+    """Return the setting that names the tensors of a loss against the teacher."""
     return "teacher.match" if soft.matched else "teacher.output"
 
 
 def _input_problems(teacher: TeacherConfig, signature: Signature, theirs: Signature) -> Iterator[str]:
+    """Yield what is wrong with the inputs of the teacher, which are inputs of the model. theirs: of its file."""
     ours = {info.name: info for info in signature.inputs}
     mapped = teacher.inputs
     for name in mapped:
@@ -111,6 +113,7 @@ def _input_problems(teacher: TeacherConfig, signature: Signature, theirs: Signat
 
 
 def _shape_problems(soft: SoftLoss, own: tuple[str, Dims | None], theirs: tuple[str, Dims | None]) -> Iterator[str]:
+    """Yield why two tensors cannot be compared. own, theirs: name, and lengths of the axes, None = not declared."""
     (name, ours), (other, shape) = own, theirs
     if soft.matched or ours is None or shape is None:  # matched ones may be projected (model/teacher/teacher_model.py)
         return

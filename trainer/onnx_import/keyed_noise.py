@@ -52,10 +52,12 @@ def uniform(keys: Tensor, shape: Sequence[int], axis: int | None, name: str, dra
 def normal(keys: Tensor, shape: Sequence[int], axis: int | None, name: str) -> Tensor:
     """Return numbers of the standard normal distribution, fp64 of `shape`, by the formula of Box and Muller."""
     radius, angle = (uniform(keys, shape, axis, name, draw) for draw in (0, 1))
+    # u is above 0, so that its logarithm is finite
     return (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
 
 
 def _mixed(x: Tensor) -> Tensor:
+    # the finalizer of splitmix64; products wrap around, as of unsigned 64-bit integers
     x = (x ^ _shifted(x, 30)) * FIRST
     x = (x ^ _shifted(x, 27)) * SECOND
     return x ^ _shifted(x, 31)

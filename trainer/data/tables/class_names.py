@@ -33,6 +33,7 @@ def open_class_names(data: DataConfig, losses: Sequence[LossConfig], schema: Sch
 
     Raises ConfigError for `data.classes` that the column cannot have.
     """
+    # "auto" and "sorted" are rules, anything else is the list of names
     given = data.classes
     found = []
     for name, ignored in _class_columns(data, losses):
@@ -52,6 +53,7 @@ def open_class_names(data: DataConfig, losses: Sequence[LossConfig], schema: Sch
 def _class_columns(data: DataConfig, losses: Sequence[LossConfig]) -> Iterator[tuple[str, int]]:
     """Yield (column, the label that is left out) for each column of class labels."""
     of_classes = [loss for loss in losses if loss.has_classes]
+    # of several losses on one column the last one decides
     ignored = {name: loss.ignored for loss in of_classes for name in loss.columns}
     if data.text is not None and data.text.task in MAKES_LABELS and isinstance(data.label, str):
         ignored.pop(data.label, None)  # made from the text
@@ -84,6 +86,7 @@ class ClassNames(FittedComputer):
         self.digest = json.dumps(["class names", column.name, as_text, ignored, names and list(names)])
         self._seen: set[str] = set()
         self._seen_integers: Array = np.empty(0, np.int64)
+        # given names are an order that the user has chosen
         if names is not None:
             self._set([name.strip() for name in names], sorted_by_name=False)
 
@@ -105,6 +108,7 @@ class ClassNames(FittedComputer):
         if self._as_text:
             self._seen |= {str(cell).strip() for cell in cells} - {""}
         else:
+            # labels of varying length are lists of arrays, others one array
             flat = np.concatenate(cells) if isinstance(cells, list) else np.ravel(cells)
             # ids are sparse or negative integers, in their order; the ignored label is no class
             self._seen_integers = np.union1d(self._seen_integers, flat[flat != self._ignored])
@@ -145,6 +149,7 @@ class ClassNames(FittedComputer):
 
     def describe(self, values: Mapping[str, Values]) -> None:
         """Find the shape of the labels from the first rows. Raises DataError if all of these have unknown names."""
+        # the first rows tell the shape, and whether the names are those of this column
         cells = values[self._name]
         # names that do not occur in all of the first rows are probably those of another column
         _, failed = self.compute(values, len(cells))
@@ -159,6 +164,7 @@ class ClassNames(FittedComputer):
         cells = rows[self._name]
         if self._as_text:
             return self._ids_of_texts(cells)
+        # labels of one shape are looked up in one call
         if not isinstance(cells, list):
             ids, wrong = self._ids_of_integers(np.asarray(cells).astype(np.int64))
             bad = np.flatnonzero(wrong.reshape(count, -1).any(axis=1))

@@ -75,15 +75,12 @@ class OnnxRunner:
     ) -> None:
         self._data, self._device, self._exact = data, device, exact
         structure = model.proto if isinstance(model, ModelFile) else model
-        # older files list their weights among the inputs as well
         stored = {tensor.name for tensor in structure.graph.initializer}
         self._inputs = [value for value in structure.graph.input if value.name not in stored]
         self._layout = read_layout(structure.graph, data.model) if data.model else RowLayout()
-        # bound inputs get a constant of the settings in place of rows
         self._fed = [value for value in self._inputs if value.name not in self._layout.bound]
         outputs = [value.name for value in structure.graph.output]
         self.outputs = data.file_rows.outputs if data.file_rows else outputs
-        # of a file with pre-processing, only the outputs of the trained part are read
         self._places = [outputs.index(name) for name in self.outputs]
         self.runtime = "onnxruntime"
         """What runs the file, for the record."""
@@ -125,7 +122,6 @@ class OnnxRunner:
         apart = {name: Neighbours(self._steps.get(name, 0.0), tolerance) for name in self.outputs if self._rounds}
         for where, inputs, run in self._samples(batches, alone=alone):
             with torch.no_grad(), recorded_noise(module) as self._noise:
-                # the module first: what its random nodes drew is given to the file
                 results = module(*self._as_trained(inputs))
             expected = [results] if len(self.outputs) == 1 else results
             for name, ours, theirs in zip(self.outputs, expected, run(inputs), strict=True):
@@ -144,7 +140,6 @@ class OnnxRunner:
             problem = f"{sentence}: {self.runtime} is {difference:.3g} {above}"
             problems.append(f"{problem}; {apart[name]}" if name in apart else problem)
         self.neighbours = max((each.share for each in apart.values()), default=0.0)
-        # NaN of any output is kept, since it was recorded as the worst
         self.parity = max(difference for difference, _ in worst.values())
         if problems and self._exact is None and (form := exact_form(self._model)):
             measured = partial(self._measure, form, module, batches, tolerance)
@@ -152,7 +147,6 @@ class OnnxRunner:
         return problems
 
     def _measure(self, form: ExactForm, module: nn.Module, batches: int, tolerance: float) -> Measured:
-        # the same comparison without what the kernels round: what is left is an error of the file
         exact = OnnxRunner(form.model, self._data, widen=False, exact=form)
         problems = exact.compare(module, batches=batches, tolerance=tolerance)
         return Measured(problems, exact.parity, self.difference_from(exact, batches=batches))
@@ -201,7 +195,6 @@ class OnnxRunner:
                     raise ExportRefused("export.promote_if.confidence needs outputs with results for each row")
                 for row in range(stop - start):
                     metrics = self._data.new_metrics(self.outputs)
-                    # an output may have several results for each row
                     own = [each.view(stop - start, -1, *each.shape[1:])[row] for each in outputs]
                     labels = [None if each is None else each[start + row : start + row + 1] for each in batch.labels]
                     metrics.update(own, labels, 1)
@@ -211,7 +204,6 @@ class OnnxRunner:
     def example(self) -> bytes:
         """Return one row of inputs (or as many as a fixed batch takes) as the content of an .npz file."""
         batch = next(iter(self._data.batches()))
-        # a row is enough to try a file by hand
         one = self.feed([tensor[: self._fixed_batch_size or 1] for tensor in self._inputs_of(batch)])
         # without sequences, which such a file cannot hold
         return npz_content({name: array for name, array in one.items() if not isinstance(array, list)})
@@ -234,7 +226,6 @@ class OnnxRunner:
             return self._run_in_parts(inputs, self._max_rows or rows)
         except Exception as error:  # onnxruntime's errors have no common base class
             first, former = error, (self._compute, self._max_rows, self.runtime)
-        # in the order of trust: the same runtime with fewer rows first
         for compute, max_rows, runtime in self._fallbacks(rows):
             self._compute, self._max_rows, self.runtime = compute, max_rows, runtime
             try:
@@ -268,7 +259,6 @@ class OnnxRunner:
         for value in self._inputs:
             array = arrays[value.name]
             if not isinstance(array, list) and array.dtype != object:  # neither a sequence nor strings
-                # the module computes in fp32, the file may declare another type
                 array = array.astype(self._dtype(value.type.tensor_type.elem_type, widened=widened))
             fed[value.name] = array
         return fed
@@ -322,7 +312,6 @@ class OnnxRunner:
         """Yield (what computes, rows of one call, its name) for a batch that the runtime so far fails on."""
         if not self._max_rows and rows > 1:
             yield self._compute, 1, f"{self.runtime}, row by row"
-        # slow and independent of onnxruntime: the last resort
         if "onnx.reference" not in self.runtime:
             with contextlib.suppress(Exception):  # onnx.reference does not know every operator
                 reference = open_reference(self._model)
@@ -331,7 +320,6 @@ class OnnxRunner:
     def _run_in_parts(self, inputs: Sequence[Tensor], rows: int) -> list[Array]:
         compute = partial(self._noise_sessions.run, self._noise) if self._noise else self._compute
         parts = []
-        # once at least: an empty batch still has outputs
         for start in range(0, max(len(inputs[0]), 1), max(rows, 1)):
             results = compute(self.feed([tensor[start : start + rows] for tensor in inputs]))
             parts.append(self._chosen(results))
@@ -379,7 +367,6 @@ class OnnxRunner:
     def _fixed_batch_size(self) -> int:
         """Return the batch size that the file declares; 0 = any."""
         shapes = [(value.type.tensor_type.shape.dim, self._layout.axes.get(value.name, 0)) for value in self._fed]
-        # inputs that declare different numbers have no common batch
         leading = {length_of(dims[axis]) for dims, axis in shapes if dims}
         return leading.pop() or 0 if len(leading) == 1 else 0
 

@@ -150,7 +150,6 @@ def _lines(path: Path, column: str, size: int) -> Iterator[RawBatch]:
         # once at least: a block of bad rows alone still reports them
         for first in range(0, max(len(numbers), 1), size):
             part = slice(first, first + size)
-            # the line numbers of the file, which blank lines do not shift
             names = [block.where(at) for at in numbers[part]]
             yield RawBatch({"row": numbers[part]}, {column: list(texts[part])}, names, {} if first else bad)
 

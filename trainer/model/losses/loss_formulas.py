@@ -144,8 +144,10 @@ def focal(x: LossInputs) -> Tensor:
     alpha = x.loss.alpha
     entropy = F.binary_cross_entropy_with_logits(output, labels, reduction="none")
     probability = output.sigmoid()
+    # p of the answer that the label gives; of labels between 0 and 1 a mean of both
     right = probability * labels + (1 - probability) * (1 - labels)
     values = entropy * (1 - right) ** x.loss.gamma
+    # below 0 both kinds of labels weigh the same
     if alpha >= 0:
         values = values * (alpha * labels + (1 - alpha) * (1 - labels))
     return values.sum()
@@ -157,8 +159,10 @@ def _area(boxes: Tensor) -> Tensor:
 
 def box_overlaps(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Return intersection and union of boxes [N, 4] as x1, y1, x2, y2, row by row: both [N]."""
+    # the intersection begins at the greater of the two begins, and ends at the lesser of the two ends
     least = torch.max(ours[:, :2], theirs[:, :2])
     greatest = torch.min(ours[:, 2:], theirs[:, 2:])
+    # boxes that do not meet would have sides below 0
     sides = (greatest - least).clamp(min=0)
     overlap = sides[:, 0] * sides[:, 1]
     return overlap, _area(ours) + _area(theirs) - overlap
@@ -184,6 +188,7 @@ def quantile(x: LossInputs) -> Tensor:
     """max(q d, (q - 1) d) for each quantile q, d = label - output: [..., Q] and [...]."""
     output = quantile_rows(x.output, x.loss)
     levels = torch.tensor(x.loss.quantiles, device=x.output.device)
+    # the labels have no axis of quantiles: each is compared with all of them
     difference = x.labels.to(output.dtype).reshape(output.shape[:-1])[..., None] - output
     return torch.max(levels * difference, (levels - 1) * difference).sum()
 
@@ -199,12 +204,14 @@ def ctc(x: LossInputs) -> Tensor:
     likelihoods = output.log_softmax(-1)
     if is_fake(output):  # while memory is estimated: torch has no CTC of tensors without values
         return likelihoods[..., :1].expand(-1, -1, 2 * labels.shape[1] + 1).exp().sum()  # as many states as it keeps
+    # without input lengths every sample has all time steps
     if steps is None:
         steps = torch.full((len(output),), output.shape[1], dtype=torch.int64, device=output.device)
     counted = labels != x.loss.ignored
     lengths = counted.sum(1)
     # torch reads the first `lengths` labels of a row; the others only have to be classes
     targets = torch.where(counted, labels, 0)
+    # torch wants the time in front
     values = F.ctc_loss(likelihoods.movedim(1, 0), targets, steps, lengths, x.loss.blank, reduction="none")
     return (values / lengths.clamp(min=1)).sum()
 

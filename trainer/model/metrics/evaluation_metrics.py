@@ -117,7 +117,6 @@ class EvaluationMetrics:
     def _distillation(self, sums: list[float]) -> dict[str, float]:
         """Return the weighted loss against the teacher; {} without one. sums: two for each soft loss."""
         means = [loss / count if count else math.nan for count, loss in zip(sums[::2], sums[1::2], strict=True)]
-        # zip: one pair (number, sum) for each loss against the teacher, as `_soft` has them
         total = sum(soft.config.weight * mean for soft, mean in zip(self.losses.soft, means, strict=True))
         if not means:
             return {}

@@ -67,6 +67,7 @@ class LibraryMeasure:
     def value(self, sums: Sequence[list[float]], lists: Sequence[Tensor], size: int) -> float:
         if any(scores.is_floating_point() and scores.isnan().any() for scores in lists):
             return math.nan  # torchmetrics would sort it among the numbers
+        # the states of all ranks take the place of this rank's own, in the order in which they were given
         sum_of = iter(sums)
         list_of = iter(lists)
         for name, value in self._made.metric_state.items():
@@ -76,9 +77,11 @@ class LibraryMeasure:
                 setattr(self._made, name, [next(list_of)])
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
+            # the class's own method, as in `update`
             result = type(self._made).compute(self._made)
         for warning in warned:
             log.warning("%s: %s", self.key, warning.message)
+        # with average "none" there is a value for each class, of which one was asked for
         return float(result if self._metric.of_class is None else result[self._metric.of_class])
 
     def _read(self, batch: Measured) -> tuple[Tensor, Tensor] | tuple[list[str], list[str]]:
@@ -91,6 +94,7 @@ class LibraryMeasure:
         if self._task == "values":
             return batch.scores.flatten().double(), batch.targets.flatten().double()
         if self._task in ("labels", "pairs"):
+            # torchmetrics' binary metrics take vectors, the others matrices
             alone = batch.size == 1
             return (batch.probabilities[:, 0], batch.targets[:, 0]) if alone else (batch.probabilities, batch.targets)
         predictions = batch.probabilities if self._metric.name in OF_SCORES else batch.predicted
@@ -100,6 +104,7 @@ class LibraryMeasure:
         """Return words with spaces between them, each its symbols; of an error rate of characters, one for each."""
         if self._metric.name == "char_error_rate":
             return "".join(map(chr, symbols))
+        # without a separator each symbol is a word
         separator = self._metric.separator
         if separator is None:
             return " ".join(map(str, symbols))
@@ -118,6 +123,7 @@ class LibraryMeasure:
             parameters |= {"data_range": metric.data_range} if metric.data_range else {}
         else:
             module = self._library.classification
+            # of one label there is no class to choose
             is_missing = size == 1 or (metric.of_class or 0) >= size
             if metric.of_class is not None and size and is_missing:
                 raise ConfigError(f"metrics: {self.key}: the output has {size} classes or labels, 0..{size - 1}")

@@ -97,6 +97,7 @@ class Measured:
     @cached_property
     def predicted(self) -> Tensor:
         """Of classes: the one with the greatest score, int64 [targets]."""
+        # a mask of one channel: its two classes are those of `scores`
         if self._num_classes == 1:
             return self.scores.argmax(-1)
         return self._loss.predicted(self._outputs, self._labels).flatten()
@@ -119,12 +120,14 @@ class Measured:
         if self.task == "classes":
             rows = as_rows(output, self._loss.axis(self._outputs, self._labels))
             return torch.cat([torch.zeros_like(rows), rows], -1) if rows.shape[-1] == 1 else rows
+        # an output with more axes than two is a table of single labels, unless it holds values
         in_rows = output.ndim == 2 or (output.ndim > 2 and self.task == "values")
         return output.reshape(-1, output.shape[-1] if in_rows else 1)
 
     @cached_property
     def entropy(self) -> Tensor:
         """Of classes: the sum of -log p(target), without weights and smoothing: a scalar."""
+        # the loss is this very sum, and is not computed a second time
         if self._loss_sum is not None and self._loss.config.is_plain and not self._labels.is_floating_point():
             return self._loss_sum
         ignored = self._loss.ignore_index

@@ -68,6 +68,7 @@ class SumMeasure:
         self._sums = batch_sums if self._sums is None else self._sums + batch_sums
 
     def sums(self, size: int) -> list[Tensor]:
+        # a rank without a batch takes part in the sum over ranks with zeros
         empty = torch.zeros(self.shape(size), dtype=torch.float64, device=self._device)
         return [empty if self._sums is None else self._sums]
 
@@ -95,6 +96,7 @@ class SumMeasure:
 
 def _with_count(total: Tensor, count: int | Tensor) -> Tensor:
     """Return both as fp64 [2], without waiting for the device."""
+    # a count that is on the device stays there: reading it would wait for all kernels
     filled = count.double() if isinstance(count, Tensor) else torch.full_like(total, count, dtype=torch.float64)
     return torch.stack([total.double(), filled])
 
@@ -109,8 +111,10 @@ class Accuracy(SumMeasure):
 class TopK(SumMeasure):
     def sums_of(self, batch: Measured) -> Tensor:
         k = self.metric.k or 1
+        # of fewer classes than k each target would count as found
         if k > batch.size:
             raise ConfigError(f"metrics: {self.key} needs {k} classes or more, but the output has {batch.size}")
+        # the target is among the k classes with the greatest scores
         found = (batch.scores.topk(k).indices == batch.targets[:, None]).any(-1)
         return _with_count((found & batch.counted).sum(), batch.count)
 
@@ -123,6 +127,7 @@ class CrossEntropy(SumMeasure):
 
     def value_of(self, sums: list[float], size: int) -> float:
         mean = super().value_of(sums, size)
+        # from nats to bits, and from targets to bytes
         if self.metric.name == "bits_per_byte":
             return mean / math.log(2) / (self.metric.bytes_per_target or 1.0)
         return math.exp(mean) if not mean > 700 else math.inf  # exp(710) is beyond fp64
@@ -132,6 +137,7 @@ class Errors(SumMeasure):
     """`mae`, `mse`, `rmse` and `psnr`."""
 
     def sums_of(self, batch: Measured) -> Tensor:
+        # only mae adds up absolute values; the others are functions of the squares
         difference = batch.scores - batch.targets
         errors = difference.abs() if self.metric.name == "mae" else difference.square()
         return _with_count(errors.sum(dtype=torch.float64), errors.numel())
@@ -152,6 +158,7 @@ class R2(SumMeasure):
     def sums_of(self, batch: Measured) -> Tensor:
         targets = batch.targets.double()
         errors = (batch.scores - batch.targets).double()
+        # the count of each column, so that all four sums have one shape
         count = torch.full_like(targets[0], len(targets))
         return torch.stack([targets.sum(0), targets.square().sum(0), errors.square().sum(0), count])
 
@@ -167,6 +174,7 @@ class Pinball(SumMeasure):
         levels = torch.tensor(batch.config.quantiles, device=batch.scores.device)
         difference = batch.targets[:, None] - batch.scores
         errors = torch.max(levels * difference, (levels - 1) * difference).double()
+        # of one quantile only its column, else of all of them
         if self.metric.quantile:
             errors = errors[:, batch.config.quantiles.index(self.metric.quantile)]
         return _with_count(errors.sum(), errors.numel())
@@ -177,6 +185,7 @@ class Coverage(SumMeasure):
         levels = batch.config.quantiles
         labels = batch.targets
         covered = labels <= batch.scores[:, levels.index(self.metric.quantile or max(levels))]
+        # without a named quantile: between the least and the greatest one
         if not self.metric.quantile and len(levels) > 1:
             covered &= labels >= batch.scores[:, levels.index(min(levels))]
         return _with_count(covered.sum(), len(labels))
@@ -198,6 +207,7 @@ class PairAccuracy(SumMeasure):
 class TripletAccuracy(SumMeasure):
     def sums_of(self, batch: Measured) -> Tensor:
         anchor, positive, negative = batch.embeddings
+        # whether the anchor is nearer to the positive sample than to the negative one
         is_nearer = F.pairwise_distance(anchor, positive) < F.pairwise_distance(anchor, negative)
         return _with_count(is_nearer.sum(), len(anchor))
 
@@ -227,6 +237,7 @@ class Retrieval:
         return [torch.cat(part) for part in zip(*self._rows, strict=True)] if self._rows else [empty, empty]
 
     def value(self, sums: Sequence[list[float]], lists: Sequence[Tensor], size: int) -> float:
+        # of unit length, so that a product is the cosine
         queries, keys = (F.normalize(rows.double(), dim=-1) for rows in lists)
         if queries.isnan().any() or keys.isnan().any():
             return math.nan
@@ -235,6 +246,7 @@ class Retrieval:
         for start in range(0, len(queries), step):
             # in parts, since the similarities of all rows with all rows may not fit into memory
             similar = queries[start : start + step] @ keys.T
+            # the key of query i is row i
             own = similar.diagonal(start)[:, None]
             # others that are as similar, but for rounding, come first: equal outputs of all rows find nothing
             others = (similar >= own - 1e-9).sum(1) - 1
@@ -272,6 +284,7 @@ class LabelConfusion(SumMeasure):
     def sums_of(self, batch: Measured) -> Tensor:
         yes = batch.targets.bool()
         found = batch.scores > 0
+        # in the order of [target][predicted]
         cells = [~yes & ~found, ~yes & found, yes & ~found, yes & found]
         return torch.stack([cell.sum(0) for cell in cells], 1).flatten().double()
 

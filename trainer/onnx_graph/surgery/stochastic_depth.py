@@ -118,7 +118,6 @@ def mark_branches(model: onnx.ModelProto, found: Iterable[Branch]) -> onnx.Model
         return model
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    # an operator of a domain needs the domain among the imports
     copy.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     # the nodes of the mask stay in the copy, where nothing reads them
     for node in copy.graph.node:
@@ -134,7 +133,6 @@ def random_nodes(model: onnx.ModelProto, found: Iterable[Branch] = ()) -> list[s
     """Return the names of all nodes that draw random numbers, except those of `found`; inner graphs included."""
     drawn = {branch.drawn for branch in found}
     nodes = (*model.graph.node, *(node for function in model.functions for node in function.node))
-    # bodies of If, Loop and Scan draw, too
     drawing = [node for node in nodes_inside(nodes) if _is(node, *RANDOM)]
     others = [node for node in drawing if not drawn & set(node.output)]
     return [node.name or next(iter(node.output), node.op_type) for node in others]
@@ -183,7 +181,6 @@ class _BranchFinder:
 
     def _match_product(self, product: onnx.NodeProto, masked: str, value: str) -> Branch | None:
         scale, mask = self._factor_and_operand(masked)
-        # the factor is read first: the mask itself may be scaled by 1 / k
         if (drawn := self._bernoulli_mask(mask)) is None:
             return None
         draw, keep = drawn
@@ -224,7 +221,6 @@ class _BranchFinder:
         alone: follow any number of nodes, as long as each has one reader. Otherwise follow one multiplication only.
         """
         scale = 1.0
-        # from the product towards the random node, over every number that is multiplied in
         while node := self._maker(name, alone=alone):
             if _is(node, *IDENTITIES) and alone:
                 name = node.input[0]
@@ -265,7 +261,6 @@ class _BranchFinder:
         draw: onnx.NodeProto | None = node
         keep: float | None = None
         if _is(node, "Bernoulli"):
-            # Bernoulli reads the probability of each element: all must be equal
             keep = self._number(node.input[0], single=False)
         elif _is(node, "Floor") and _is(sum_ := self._maker(node.input[0]), "Add"):
             assert sum_ is not None
@@ -299,7 +294,6 @@ class _BranchFinder:
         """Return whether a node draws uniformly from [0, 1) or from a Bernoulli distribution."""
         if _is(draw, "Bernoulli"):
             return True
-        # the defaults of RandomUniform are 0 and 1
         attributes = attributes_of(draw)
         limits = attributes.get("low", 0.0), attributes.get("high", 1.0)
         return _is(draw, "RandomUniform", "RandomUniformLike") and limits == (0, 1)

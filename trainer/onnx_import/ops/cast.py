@@ -28,6 +28,7 @@ def cast_like(c: Call, x: Value, like: Value) -> Value:
 
 def convert(c: Call, x: Value, target: int) -> Value:
     """Convert x to an ONNX element type, by the node's attributes saturate and round_mode."""
+    # both are read whatever the target: `run_rule` refuses attributes that a rule has not read
     saturate = bool(c.attr("saturate", 1))
     round_mode = c.attr("round_mode", "up")
     dtype = c.dtype(target)
@@ -45,6 +46,7 @@ def convert(c: Call, x: Value, target: int) -> Value:
         return mark_packed(c(to_float4, x), target)
     if target in INT_BITS:
         return mark_packed(c(to_few_bits, x, INT_BITS[target], dtype), target)
+    # a value of its own where only the mark of a packed type is left off
     return c("clone", x) if x.dtype == dtype else c("to", x, dtype)
 
 
@@ -78,6 +80,7 @@ def to_float8(x: torch.Tensor, dtype: torch.dtype, saturate: bool) -> torch.Tens
     """Round x [...] to the nearest value; beyond the largest, saturate or give infinity (NaN in a type without one)."""
     x = x.to(torch.float32)
     greatest = torch.finfo(dtype).max
+    # clamped in fp32: torch itself does not saturate in each of the types
     if saturate:
         return x.clamp(-greatest, greatest).to(dtype)
     if dtype == torch.float8_e4m3fn:  # has no infinity, and torch saturates: 464 is the largest that rounds to 448
@@ -90,11 +93,13 @@ def to_power_of_two(x: torch.Tensor, saturate: bool, round_mode: str) -> torch.T
     # out-of-range exponents are marked by -200 and 200, beyond any of fp32
     x = x.to(torch.float32).abs()
     mantissa, exponent = torch.frexp(x)  # mantissa from 0.5 to 1
+    # up: to the next power of two above; nearest: from 1.5 times a power of two on
     rounds_up = mantissa > 0.5 if round_mode == "up" else mantissa >= 0.75
     exponent = exponent - 1 + (rounds_up & (round_mode != "down")).to(exponent.dtype)
     exponent = torch.where(x == 0, -200, torch.where(x.isinf(), 200, exponent))
     outside = (exponent < -127) | (exponent > 127)
     lost = x.isnan() if saturate else x.isnan() | outside
+    # the exponent is stored with a bias of 127, and 255 is NaN
     bits = torch.where(lost, 255, exponent.clamp(-127, 127) + 127)
     powers: torch.Tensor = bits.to(torch.uint8).view(torch.float8_e8m0fnu)
     return powers
@@ -114,6 +119,7 @@ def to_float4(x: torch.Tensor) -> torch.Tensor:
 def to_few_bits(x: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Keep the lowest bits of integers [...], each number in a byte of its own (int8 if it is signed)."""
     whole: torch.Tensor = x.to(torch.int32) & (2**bits - 1)
+    # two's complement of so many bits
     if dtype.is_signed:
         whole = whole - (whole >= 2 ** (bits - 1)).to(torch.int32) * 2**bits
     return whole.to(dtype)
@@ -126,7 +132,9 @@ def bit_cast(c: Call, x: Value) -> Value:
     if target in INT_BITS and source in INT_BITS:
         return mark_packed(c(to_few_bits, x, INT_BITS[target], c.dtype(target)), target)
     bits = torch_dtype(target) if target not in HALVES else HALVES[target]
+    # several numbers share a byte there, so that lengths would change
     if target in PACKED or is_packed(x) or bits.itemsize != x.dtype.itemsize:
         raise UnsupportedNode(f"bits of {element_type_name(source)} as {element_type_name(target)}")
+    # half precision is computed in fp32, so that the bits are read first and then widened
     seen = c("view", x, bits)
     return c("to", seen, torch.float32) if target in HALVES else seen

@@ -64,17 +64,20 @@ class RandomNode(nn.Module):
     def _of_keys(self, keys: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
         if self.distribution == "multinomial":
             assert x is not None
+            # the cumulative distribution of each row, [batch, classes]
             shares = x.detach().double().softmax(-1).cumsum(-1)
             drawn = uniform(keys, (len(x), int(self.arguments[0])), self.axis, self.name)
             # inverse of the cumulative distribution; its last element is 1 only up to rounding
             return torch.searchsorted(shares, drawn * shares[:, -1:]).clamp(max=x.shape[-1] - 1)
         shape = self.shape if x is None else x.shape
         if self.distribution == "normal":
+            # numbers of the standard normal distribution, moved and scaled
             mean, deviation = self.arguments
             return mean + deviation * normal(keys, shape, self.axis, self.name)
         drawn = uniform(keys, shape, self.axis, self.name)
         if self.distribution == "bernoulli":
             assert x is not None
+            # 1 with the probability of the element, of which the draw is uniform
             return drawn < x.detach()
         low, high = self.arguments
         return low + (high - low) * drawn
@@ -89,6 +92,7 @@ class RandomNode(nn.Module):
 def _place(c: Call, like: Value) -> dict[str, Any]:
     """Return the name of a node's result, and the axis whose length grows with the batch in the two trial sizes."""
     name = c.output_name
+    # the two trial sizes differ in the batch, which shows the axis that follows it
     known = isinstance(like, Traced) and like.known
     batch = c.trial_batch
     if not known or batch is None:
@@ -106,6 +110,7 @@ def _place(c: Call, like: Value) -> dict[str, Any]:
 def random(c: Call, like: Value = None) -> Value:
     c.attr("seed")
     dtype = c.dtype(c.attr("dtype", 1 if like is None else element_type(like)))
+    # the operators that end in Like take the shape of their operand
     shape = c.attr("shape") if like is None else ()
     if "Normal" in c.op:
         node = RandomNode("normal", dtype, c.attr("mean", 0.0), c.attr("scale", 1.0), shape=shape, **_place(c, like))
@@ -124,6 +129,7 @@ def bernoulli(c: Call, probability: Value) -> Value:
 @lower("Multinomial", since=(7, 22))
 def multinomial(c: Call, logarithms: Value) -> Value:
     c.attr("seed")
+    # element type 6, int32, is the operator's default
     node = RandomNode("multinomial", c.dtype(c.attr("dtype", 6)), c.attr("sample_size", 1), **_place(c, logarithms))
     return c.module(node, c.tracer.anchor, logarithms)
 

@@ -121,7 +121,7 @@ def quantized_weights(graph: onnx.GraphProto, stored: Mapping[str, torch.Tensor]
             # a node that moves integers keeps their meaning: its readers decide
             if node.op_type in MOVES and position == 0 and len(node.output) == 1:
                 yield from uses(node.output[0], weight, axes.after(node))
-            # integers that are cast and scaled by Mul and Sub, as older exporters write a DequantizeLinear
+            # integers that are cast and scaled by Mul and Sub, in place of a DequantizeLinear
             elif makes_floats(node) and is_code(weight):
                 yield from scaled.uses(node.output[0], weight, axes)
             else:

@@ -26,6 +26,7 @@ def is_mask(tensor: torch.Tensor) -> bool:
         allowed = (values == 0) | (values <= MASKED_BELOW)
         return bool((allowed | (values == 1) if matrix else allowed).all())
 
+    # a vector of 0 and 1 may be a scale or a bias that was initialised so
     matrix = tensor.ndim >= 2 and tensor.shape[-1] > 1 and tensor.shape[-2] > 1
     flat = tensor.reshape(-1)
     # the first values rule out most weights, without reading all of a mapped file
@@ -52,6 +53,7 @@ def is_sinusoidal_table(tensor: torch.Tensor) -> bool:
     """
     if tensor.ndim < 2 or tensor.shape[-2] < MIN_ROWS or not tensor.numel():
         return False
+    # the first matrix and its first rows are enough, in fp64 since neighbours nearly cancel
     rows = tensor.reshape(-1, *tensor.shape[-2:])[0][:MAX_ROWS].double()
     # x[n + 1] + x[n - 1] and x[n], for every n but the first and the last
     sums = rows[2:] + rows[:-2]
@@ -78,6 +80,7 @@ def is_integer_table(tensor: torch.Tensor) -> bool:
     flat = tensor.reshape(-1)
     if not _all_integers(flat[:64]) or not _all_integers(flat):
         return False
+    # 0 and 1 alone may be a mask or an initial value, and one number for all a scale
     return bool(flat.abs().max() >= 2) and bool((flat != flat[0]).any())
 
 
@@ -90,6 +93,7 @@ def is_identity(tensor: torch.Tensor) -> bool:
     matrix = tensor
     while matrix.ndim > 2:  # [outputs, inputs / groups, ...] -> its centre [outputs, inputs / groups]
         matrix = matrix.select(-1, matrix.shape[-1] // 2)
+    # every element outside of the centre must be zero
     if int((tensor != 0).sum()) != int((matrix != 0).sum()):
         return False
     if torch.equal(matrix, torch.eye(*matrix.shape, dtype=matrix.dtype)):
@@ -110,6 +114,7 @@ def is_distance_table(tensor: torch.Tensor) -> bool:
     largest = rows.abs().amax(1, keepdim=True)
     if bool(((steps - steps[:, :1]).abs() <= 1e-5 * largest).all()):
         return bool((steps.abs() > 1e-4 * largest).any())
+    # distances |row - column| need as many rows as columns
     if tensor.shape[-2] != length:
         return False
     places = torch.arange(length, dtype=torch.float64)
@@ -138,6 +143,7 @@ def is_fixed_filter(tensor: torch.Tensor) -> bool:
 
 def _all_fixed(tensor: torch.Tensor, kernels: torch.Tensor) -> bool:
     """kernels: [kernels, ...], all of the tensor's or some."""
+    # kernels of one element or of equal elements say nothing: only means of windows are then fixed
     flat = kernels.reshape(len(kernels), -1)
     if bool((((flat != 0).sum(1) <= 1) | (flat == flat[:, :1]).all(1)).all()):
         return _is_box(tensor, flat)
@@ -159,6 +165,7 @@ def _symmetric(kernels: torch.Tensor) -> bool:
     dims = tuple(range(1, kernels.ndim))
     # rounding leaves a little of what would be zero, such as the sine of the highest frequency of a Fourier basis
     bound = 1e-4 * kernels.abs().amax(dims, keepdim=True) + 1e-5 * kernels.abs().max()
+    # unchanged when reversed, or changed in sign
     even, odd = (((kernels - sign * kernels.flip(dims)).abs() <= bound).flatten(1).all(1) for sign in (1, -1))
     return bool((even | odd).all())
 
@@ -178,6 +185,7 @@ def is_filter_bank(tensor: torch.Tensor) -> bool:
     # behind the first fall there is no rise
     fallen = (steps < 0).cumsum(0) > 0
     bands = ~((steps > 0) & fallen).any(0)
+    # bands of a single bin say little: half of the filters must cover two or more
     wide = int(((tensor > 0).sum(0) >= 2).sum())
     return bool(bands.all()) and wide * 2 >= filters
 

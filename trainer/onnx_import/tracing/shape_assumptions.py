@@ -103,10 +103,12 @@ def lengths_equal_by_chance(
     Of tensors that are computed from each other, only the first is returned. runtime: nodes whose results depend on
     values. known: what equal calls gave.
     """
+    # two lengths may be equal at both trial sizes and at no other ones: further sizes show it
     equal_by_chance: dict[tuple[fx.Node, int], int] = {}
     for further in FURTHER:
         differing: dict[fx.Node, set[tuple[int, int]]] = {}
         for node, shape in _shapes(graph, root, further, runtime, known):
+            # for each dimension its length at the two trial sizes and at the further one
             trial = zip(*(probe.shape for probe in node.meta["probes"]), shape, strict=True)
             other = {
                 dim: (first, length) for dim, (first, second, length) in enumerate(trial) if first == second != length
@@ -132,6 +134,7 @@ def _shapes(
             continue
         results[node] = _Unknown if node in runtime else _result(node, root, further, known, results)
         probes = node.meta.get("probes")
+        # sequences and integers have no shape to compare
         is_known = isinstance(results[node], torch.Tensor) and probes is not None
         if is_known and isinstance(probes[0], torch.Tensor) and probes[0].ndim == results[node].ndim:
             yield node, results[node].shape
@@ -154,6 +157,7 @@ def _result(
         return torch.empty(shape, dtype=first.dtype, device="meta")
     if node.op == "get_attr":
         return torch.empty_like(_attribute(root, str(node.target)), device="meta", requires_grad=False)
+    # what is not known of an operand is not known of the result
     if any(results[operand] is _Unknown for operand in node.all_input_nodes):
         return _Unknown
     run: Callable[..., Any]
@@ -172,6 +176,7 @@ def _result(
     kwargs: Any = map_aggregate(node.kwargs, value)
     try:
         return known.run(key, run, args, kwargs)
+    # the model may not take such lengths at all, which proves nothing
     except (*TORCH_ERRORS, ArithmeticError):
         return _Unknown
 
@@ -203,6 +208,7 @@ def _lengths_read(node: fx.Node) -> Iterable[tuple[int, int]]:
     if node.target == "size":
         yield node.meta["probes"]
     else:
+        # arithmetic on lengths: down to the lengths themselves
         for argument in node.all_input_nodes:
             yield from _lengths_read(argument)
 
@@ -223,6 +229,7 @@ def expression_text(node: object) -> str:
     probes = node.meta.get("probes")
     if probes is not None and isinstance(probes[0], torch.Tensor):
         return repr(node.meta["onnx"][-1]) if "onnx" in node.meta else node.name
+    # methods are named by strings, functions by themselves
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if not node.args or node.op == "call_module":
         return str(node.target)

@@ -128,11 +128,13 @@ def _window(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tup
         # a step divides a length, a scale below 1 does too
         by = factors if node.op_type == "Slice" else 1 / factors[factors > 0]
         return 1, round(min(MOST, by.max(initial=1)))
+    # it needs whole blocks, and divides lengths by their side
     if node.op_type == "SpaceToDepth":
         return int(attributes["blocksize"]), int(attributes["blocksize"])
     if node.op_type not in WINDOWS:
         return 1, 1
     weight = stored.get(node.input[WINDOWS[node.op_type]]) if WINDOWS[node.op_type] else None
+    # the attribute is optional: the weight has the lengths of the kernel, too
     kernel = attributes.get("kernel_shape") or (list(weight.dims[2:]) if weight is not None else [1])
     dilations = attributes.get("dilations") or [1] * len(kernel)
     pads = attributes.get("pads") or [0] * 2 * len(kernel)
@@ -140,6 +142,7 @@ def _window(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tup
     sides = zip(kernel, dilations, pads, pads[len(kernel) :], strict=False)
     # without its padding, which makes a shorter input fit
     spans = [(length - 1) * dilation + 1 - before - after for length, dilation, before, after in sides]
+    # auto_pad SAME makes any length fit; a stride divides it all the same
     return 1 if is_padded else max([1, *spans]), max([1, *attributes.get("strides", ())])
 
 
@@ -163,6 +166,7 @@ def _lengths(
             if fixed and not (free_batch and position == 0):
                 lengths[value.name, position] = (dim.dim_value, dim.dim_value)
                 continue
+            # dimensions without a name are different lengths, but the first one is the batch
             unnamed = "" if position == 0 else f"{value.name}[{position}]"
             if position == 0 and dim.dim_param:
                 rows.setdefault(dim.dim_param, 0)

@@ -53,6 +53,7 @@ class Traced:
         self.node = node
         self._probes = probes
         self.packed: int | None = None  # an ONNX type of less than a byte, see `element_type`
+        # passes over the finished graph read ranks, when no rule is running any more
         if probes is not None and isinstance(probes[0], torch.Tensor):
             node.meta["rank"] = probes[0].ndim
         node.meta["probes"] = probes  # for the passes (passes/rewriter.py)
@@ -60,6 +61,7 @@ class Traced:
     @property
     def known(self) -> bool:
         """Return whether rank and type are known before the graph runs."""
+        # without probes even the rank is open until the graph runs
         return self._probes is not None
 
     @property
@@ -76,6 +78,7 @@ class Traced:
     @property
     def is_dynamic(self) -> bool:
         """Return whether its shape, or the integer itself, differs between the two trial sizes."""
+        # a tensor is dynamic by its shape, an integer by itself
         first, second = self.probes
         return bool(first.shape != second.shape if isinstance(first, torch.Tensor) else first != second)
 
@@ -134,6 +137,7 @@ class FreedBatch:
     def multiple(self, length: Value) -> int:
         """Return m if a length is m x batch at both trial sizes, else 0."""
         first, second = length.probes if isinstance(length, Traced) else (length, length)
+        # a length that is m x batch at one trial size alone is so by chance
         times = first // self.trial[0]
         return times if (first, second) == (times * self.trial[0], times * self.trial[1]) else 0
 
@@ -144,6 +148,7 @@ def element_type(value: Value) -> int:
     One torch type may hold several ONNX types (fp32 also holds FLOAT16). The first in DTYPES is returned, unless the
     value carries its type of less than a byte as `packed`.
     """
+    # torch has no types of less than a byte: the mark says which one a byte stands for
     packed: int | None = getattr(value, "packed", None)
     if packed:
         return packed
@@ -152,6 +157,7 @@ def element_type(value: Value) -> int:
 
 def shape_array(tensor: torch.Tensor) -> ShapeArray:
     """Return the elements of a constant tensor as a ShapeArray of the same shape."""
+    # objects, since numpy would make a number of a traced length
     array = np.empty(tuple(tensor.shape), dtype=object)
     array[...] = np.array(tensor.tolist(), dtype=object)
     return array

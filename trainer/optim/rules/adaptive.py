@@ -37,6 +37,7 @@ class NAdam(ElementwiseRule):
         root = torch._foreach_div(second, 1.0 - settings.beta**t)
         torch._foreach_sqrt_(root)
         torch._foreach_add_(root, settings.epsilon)
+        # Nesterov's step in two parts: of the gradient now, and of the momentum of the next step
         torch._foreach_addcdiv_(weights, gradients, root, -rate * (1.0 - mu) / (1.0 - product))
         torch._foreach_addcdiv_(weights, first, root, -rate * following / (1.0 - product * following))
 
@@ -77,6 +78,7 @@ class RAdam(ElementwiseRule):
         update_moments(settings, gradients, first, second)
         c1 = 1.0 - settings.alpha**t
         c2 = 1.0 - beta**t
+        # ρ∞ and ρ: the length of the moving average, at last and now
         limit = 2.0 / (1.0 - beta) - 1.0
         length = limit - 2.0 * t * beta**t / c2
         rate = -group["lr"] / c1
@@ -100,6 +102,7 @@ class RMSprop(ElementwiseRule):
         """Change weights and the moment in place."""
         (second,) = moments
         settings: WeightSettings = group["settings"]
+        # coupled decay: a part of the gradient, as in torch
         torch._foreach_add_(gradients, weights, alpha=settings.weight_decay)
         torch._foreach_mul_(second, settings.beta)
         torch._foreach_addcmul_(second, gradients, gradients, 1.0 - settings.beta)
@@ -124,6 +127,7 @@ def update_moments(
     settings: WeightSettings, gradients: list[Tensor], first: list[Tensor], second: list[Tensor]
 ) -> None:
     """Update both moments of Adam: m ← αm + (1-α)g;  v ← βv + (1-β)g²."""
+    # m + (1 - α)(g - m), which is αm + (1 - α)g
     torch._foreach_lerp_(first, gradients, 1.0 - settings.alpha)
     torch._foreach_mul_(second, settings.beta)
     torch._foreach_addcmul_(second, gradients, gradients, 1.0 - settings.beta)

@@ -60,6 +60,7 @@ class Lengths:
     @property
     def terms(self) -> list[tuple[int, ...]]:
         """Return the exponents of each term of the polynomial; [()] where no row varies."""
+        # up to the square of a length or the product of two, which is what attention costs
         degrees = [range(len(each)) for each in self.nodes]
         return [powers for powers in itertools.product(*degrees) if sum(powers) <= 2]
 
@@ -104,6 +105,7 @@ def _value(lengths: Lengths, coefficients: Sequence[float], rows: Array) -> floa
     total = 0.0
     found = [rows[:, each[0]].astype(np.float64) for each in lengths.members]
     for powers, coefficient in zip(lengths.terms, coefficients, strict=True):
+        # coefficient x length^power of each length, for all rows at once
         term = np.full(len(rows), coefficient)
         for length, power in zip(found, powers, strict=True):
             term *= length**power
@@ -134,6 +136,7 @@ def count_sample_flops(
         beat()
     if mpi.world_size > 1:
         dist.broadcast(found, 0)
+    # NaN on rank 0 reaches every rank by the broadcast, so that all return the same
     if found.isnan().any():
         return None
     coefficients = tuple(found.tolist())

@@ -63,6 +63,7 @@ class Direct:
 
     def start(self, flat: Tensor, lengths: Sequence[int]) -> Job:
         """Sum over the group."""
+        # one replica has nobody to add up with
         if self._group.size() == 1:
             return lambda: None
         work = dist.all_reduce(flat, group=self._group, async_op=True)
@@ -132,6 +133,7 @@ class CommunicationStream:
         self._stream.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(self._stream):
             job()
+        # an event and no synchronisation: the CPU goes on, and later kernels wait
         done = self._streams.Event()
         done.record(self._stream)
         return lambda: done.wait(self._streams.current_stream(self._device))
@@ -161,6 +163,7 @@ class CommunicationThread:
 
     def close(self) -> None:
         """End the thread after the jobs queued so far."""
+        # the end mark behind the jobs, which are still run
         self._jobs.put(None)
         self._thread.join(self._timeout_s)
 
@@ -170,6 +173,7 @@ class CommunicationThread:
         while (item := self._jobs.get()) is not None:
             job, done = item
             try:
+                # later collectives would wait for ranks that have given up
                 if failed is not None:
                     raise failed
                 job()

@@ -57,6 +57,7 @@ ELEMENTWISE_CALLS = frozenset((*_FUNCTIONS, *ELEMENTWISE, *(hard_sigmoid, scaled
 
 @rule(*ELEMENTWISE_CALLS)
 def elementwise(p: Propagation, node: Any) -> Sharding:
+    # numbers and strings among the operands have no dimensions
     return p.broadcast(node, [operand for operand in node.all_input_nodes if p.graph.is_tensor(operand)], p.rank(node))
 
 
@@ -84,6 +85,7 @@ def stochastic_depth(p: Propagation, node: Any) -> Result:
 @rule(Attention, F.scaled_dot_product_attention, grouped_attention)
 def attention(p: Propagation, node: Any) -> Result:
     """Shard by heads: query, key, value [.., heads, sequence, features], mask [.., heads or 1, sequence, sequence]."""
+    # torch's functions take the mask as the fourth operand or by name, the module as the fourth
     query, key, value, *rest = node.args
     mask = rest[0] if rest else node.kwargs.get("attn_mask")
     if node.op == "call_module":
@@ -100,8 +102,10 @@ def attention(p: Propagation, node: Any) -> Result:
         return CannotShard(f"{node.name} would be sharded along dimension {rank + dim} of {rank}, not by heads")
     for operand in (query, key, value):
         _shard_heads(p, node, operand, dim, heads)
+    # heads of keys alone would be combined with all heads of the query on each rank
     if (queries := p.sharding(query)) is None:
         return CannotShard(f"the query of {node.name} is the same for all heads")
+    # fewer heads of keys than of queries: a rank needs just those that its queries read
     for other in (p.sharding(key), p.sharding(value)):
         if other is not None and other.period == queries.period:
             p.require_alike(queries, other, node)
@@ -139,6 +143,7 @@ def _shard_heads(p: Propagation, node: fx.Node, operand: fx.Node, dim: int, head
     # fewer heads than the query has, each for a group of them; with samples merged into heads, both are multiples
     # one head for all broadcasts, and stays replicated
     is_grouped = lengths != (1, 1) and any(length % heads.period for length in lengths)
+    # a replicated operand of fewer heads is divided by its own heads
     few = Sharding(rank + dim, lengths[:1])
     p.require(
         not is_grouped or _groups_align(heads, few, p.size),
@@ -161,6 +166,7 @@ def _shard_mask(p: Propagation, node: fx.Node, mask: fx.Node, dim: int, heads: S
 @rule(F.softmax, F.log_softmax, torch.softmax, torch.log_softmax)
 def softmax(p: Propagation, node: Any) -> Result:
     sharding = elementwise(p, node)
+    # the axis may be an operand or a keyword
     dim: Any = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else -1)
     _require_not_along(p, node, sharding, [dim])
     p.edits.has_attention = True
@@ -186,6 +192,7 @@ def last_dimension(p: Propagation, node: Any) -> Result:
 
 @unary_rule(F.layer_norm, F.rms_norm)
 def layer_norm(p: Propagation, node: Any, x: Sharding) -> Result:
+    # the normalised shape is that of the last axes, over which each rank must have all features
     _, shape, *weights = node.args
     _require_not_along(p, node, x, range(-len(shape), 0))
     # normalised features are complete on each rank; the weights' gradients are sums over the ranks' rows
@@ -204,6 +211,7 @@ def rms_norm_without_weight(p: Propagation, node: Any, x: Sharding) -> Result:
 
 @unary_rule(BatchNorm)
 def batch_norm(p: Propagation, node: Any, x: Sharding) -> Result:
+    # scale, bias, running mean and running variance: one number for each channel
     operand, *stored = node.args
     if p.rank(stored[0]) > 1:  # spatial=0: one scale for every position
         return CannotShard(f"{node.name} normalises every position by its own statistics")
@@ -222,6 +230,7 @@ def _by_channel(p: Propagation, node: fx.Node, x: Sharding, weights: Iterable[An
         return CannotShard(f"{node.name} normalises along the sharded dimension")
     for weight in weights:
         if isinstance(weight, fx.Node):
+            # a vector has the channels on its only axis, whichever axis they are in x
             p.shard_operand(node, weight, -1, x)
     return x
 
@@ -248,11 +257,13 @@ REDUCTIONS = (
 @unary_rule(*REDUCTIONS)
 def reduction(p: Propagation, node: Any, x: Sharding) -> Result:
     operand, *rest = node.args
+    # the axes are an operand or a keyword; without them everything is reduced
     dims = rest[0] if rest else node.kwargs.get("dim")
     if dims is None:
         return CannotShard(f"{called(node)} reduces the sharded dimension ({node.name})")
     dims = [dim % p.rank(operand) for dim in ([dims] if isinstance(dims, int) else dims)]
     _require_not_along(p, node, x, dims)
+    # without keepdims, reduced axes in front of the sharded one move it
     removed = sum(dim < x.dim for dim in dims) if p.rank(node) < p.rank(operand) else 0
     return x.on_dim(x.dim - removed)
 
@@ -262,6 +273,7 @@ def reduction(p: Propagation, node: Any, x: Sharding) -> Result:
     *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d, torch.avg_pool1d),
 )
 def pool(p: Propagation, node: Any, x: Sharding) -> Result:
+    # batch and channels are in front of the axes that windows move over
     return x if x.dim <= 1 else CannotShard(f"{called(node)} works along the sharded dimension ({node.name})")
 
 

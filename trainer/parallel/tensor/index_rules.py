@@ -15,6 +15,7 @@ def gather_elements_(p: Propagation, node: Any) -> Result:
     operand, axis, indices = node.args
     sharding = p.broadcast(node, [operand, indices], p.rank(node))
     p.require(sharding.dim != axis % p.rank(node), f"{node.name} gathers along the sharded dimension")
+    # indices of all positions of the axis, else a rank's part of them would not match its part of the values
     same = p.shapes(operand)[sharding.dim] == p.shapes(indices)[sharding.dim]
     p.require(same, f"{node.name} gathers from a part of the sharded dimension")
     return sharding
@@ -38,4 +39,5 @@ def _gather(p: Propagation, node: Any, x: Sharding, axis: int, indices: Any) -> 
     before = p.rank(node.args[0])
     axis %= before
     p.require(x.dim != axis, f"{node.name} gathers along the sharded dimension")
+    # the axes of the indices take the place of the one that is read along
     return x.on_dim(x.dim if x.dim < axis else x.dim + p.rank(node) - before)

@@ -37,6 +37,7 @@ def linear(p: Propagation, node: Any) -> Result:
     # a sharded bias would be added on each rank and then summed
     if x is None or p.sharding(product.bias) is not None:
         return CannotShard(f"{node.name} adds a sharded value")
+    # the last axis of x is the one that the product sums over
     if x.dim == p.rank(product.x) - 1:
         return _row_parallel(p, product, x)
     return _stacked(p, product, x) if product.is_stacked else _replicated_weight(p, product, x)
@@ -46,6 +47,7 @@ def _row_parallel(p: Propagation, product: Product, x: Sharding) -> Result:
     """Shard the input features of the weight; each rank's output is a partial sum."""
     if product.part is not None:
         return CannotShard(f"{product.name} would be row-parallel, and {product.node.name} reads a part of its columns")
+    # the rows of the weight meet the features of x, rank by rank
     rows = p.graph.tensor(product.row_path).shape[product.inputs]
     p.require(rows == x.period, f"{product.name} has {rows} rows, but the sharding pattern repeats every {x.period}")
     p.shard_weight(product.node, product.row_path, x.on_dim(product.inputs))
@@ -65,6 +67,7 @@ def _replicated_weight(p: Propagation, product: Product, x: Sharding) -> Shardin
 
 def _stacked(p: Propagation, product: Product, x: Sharding) -> Sharding:
     """Multiply by a weight [experts or heads, inputs, outputs] an x whose features are complete on each rank."""
+    # batch axes of the result are aligned with those of x at the end
     result = x.on_dim(x.dim + p.rank(product.node) - p.rank(product.x))
     # one matrix broadcasts over a sharded dimension in front
     experts = p.graph.tensor(product.path).shape[0]
@@ -88,6 +91,7 @@ def einsum(p: Propagation, node: Any) -> Result:
             sharded.append((sharding, term[sharding.dim]))
     if not sharded:
         return CannotShard(f"the labels of {node.name} are implicit")
+    # the label of the sharded axis says where it is in every other operand
     x, label = sharded[0]
     for other, another in sharded[1:]:
         p.require(label == another, f"{node.name} would be sharded along {label} and along {another}")
@@ -116,6 +120,7 @@ def matmul(p: Propagation, node: Any) -> Result:
         return linear(p, node)
     a, b = node.args
     rank = p.rank(node)
+    # a vector has no axis of rows or columns to shard
     if min(p.rank(a), p.rank(b)) < 2:
         return CannotShard(f"{node.name} multiplies by a vector")
     a_sharding = p.sharding(a)
@@ -147,6 +152,7 @@ def convolution(p: Propagation, node: Any) -> Result:
         return CannotShard(f"{node.name} adds a sharded value")
     if x is None or x.dim > 1:
         return CannotShard(f"{node.name} convolves along the sharded dimension")
+    # by samples: each rank convolves its own with the whole kernel
     if x.dim == 0:
         return _replicated_weight(p, product, x)
     return _row_parallel(p, product, x) if product.groups == 1 else _grouped_convolution(p, product, x)
@@ -161,6 +167,7 @@ def _grouped_convolution(p: Propagation, product: Product, x: Sharding) -> Resul
         return CannotShard(f"{product.node.name} is a transposed convolution in {groups} groups")
     outputs = p.graph.tensor(product.path).shape[0]
     outputs_per_group = outputs // groups
+    # depthwise: the channels of the kernel are those of x, block for block
     if groups == channels:
         by_group = x
     elif len(x.blocks) == 1 and x.is_even(p.size) and groups % p.size == 0:

@@ -78,6 +78,7 @@ class Propagation:
                 self.shardings[node] = result
                 self.edits.sharded.append(node.name)
                 waiting |= node.users.keys()
+        # without one nothing ends the region
         if not self.row_products:
             return CannotShard("no row-parallel product follows it")
         return self.edits
@@ -132,6 +133,7 @@ class Propagation:
     def _of_columns(self, product: Product, total: int, dim: int) -> Sharding:
         first = product.part.start if product.part else 0
         blocks = self._blocks(product.name, first, first + total)
+        # each rank takes a part of each block, which must have an element for it
         self.require(min(blocks) >= self.size, f"its {min(blocks)} columns are fewer than {self.size} ranks")
         return Sharding(dim, blocks, weight=product.name, first_column=first, columns_per_unit=1)
 
@@ -231,6 +233,7 @@ class Propagation:
         An operand that broadcasts along the dimension is read as it is. joined: it is joined with the sharded one
         (`cat`, `stack`), not combined element by element.
         """
+        # which of its elements a rank needs cannot be said
         if not self.graph.has_known_shape(operand):
             self.add_problem(_unknown_shape(operand))
             return
@@ -299,9 +302,11 @@ class Propagation:
         Requires that sharded operands be sharded alike, and shards the replicated ones.
         """
         found: Sharding | None = None
+        # replicated operands only now, because they follow the sharding that was found
         for operand in operands:
             if (sharding := self.sharding(operand)) is None:
                 continue
+            # aligned at the end, as broadcasting aligns shapes
             sharding = sharding.on_dim(sharding.dim + rank - self.rank(operand))
             if found is None:
                 found = sharding

@@ -60,6 +60,7 @@ def permute(p: Propagation, node: Any, x: Sharding) -> Result:
     if called(node) == "permute":
         order = [dim % rank for dim in _listed(rest)]
     else:
+        # `t` takes no arguments and exchanges the two axes of a matrix
         one, other = rest or (0, rank - 1)
         order[one], order[other] = order[other], order[one]
     return x.on_dim(order.index(x.dim))
@@ -67,6 +68,7 @@ def permute(p: Propagation, node: Any, x: Sharding) -> Result:
 
 @unary_rule(torch.unsqueeze, "unsqueeze")
 def unsqueeze(p: Propagation, node: Any, x: Sharding) -> Result:
+    # a new axis in front of the sharded one moves it by one
     return x.on_dim(x.dim + (node.args[1] % p.rank(node) <= x.dim))
 
 
@@ -78,6 +80,7 @@ def squeeze(p: Propagation, node: Any, x: Sharding) -> Result:
     dims = [dim % p.rank(operand) for dim in _listed(rest)]
     # torch ignores dimensions of another length
     removed = [dim for dim in dims if p.shapes(operand)[dim] == (1, 1)]
+    # an axis that is removed in front of the sharded one moves it back by one
     return x.on_dim(x.dim - sum(dim < x.dim for dim in removed))
 
 
@@ -91,6 +94,7 @@ def _listed(args: Sequence[Any]) -> Sequence[Any]:
 def reshape(p: Propagation, node: Any, x: Sharding) -> Result:
     operand, *rest = node.args
     result = reshaped(p.shapes(operand), p.shapes(node), x, p.size, node.name)
+    # `flatten` has no lengths that would have to be those of this rank
     if isinstance(result, Sharding) and called(node) != "flatten":
         p.set_local_shape(node, rest, result.dim, result)
     return result
@@ -134,6 +138,7 @@ def reshaped(before: Pairs, after: Pairs, x: Sharding, size: int, name: str) -> 
         elements = {n // s for s, n in zip(stride, unit_stride, strict=True)}
         if len(elements) > 1:
             return CannotShard(f"{name} merges the sharded dimension with a dynamic length behind it")
+        # a unit spans so many elements of the new axis
         return replace(x, dim=dim, inner=elements.pop())
     cuts_units = any(s % n for s, n in zip(stride, unit_stride, strict=True))
     if cuts_units or any(n % s for s, n in zip(stride, period_stride, strict=True)):
@@ -187,6 +192,7 @@ def repeat_interleave(p: Propagation, node: Any, x: Sharding) -> Result:
         return CannotShard(f"{node.name} repeats a number of times that is known only at run time")
     if dim % p.rank(operand) != x.dim:
         return x
+    # each element is followed by its copies, so that a unit grows and stays where it is
     result = replace(x, inner=x.inner * count)
     if "output_size" in node.kwargs:
         p.set_local_length(node, ("output_size",), result)
@@ -217,8 +223,10 @@ def split(p: Propagation, node: Any, x: Sharding) -> Result:
         return [x] * count
     if total != (x.period, x.period):
         return CannotShard(f"{node.name} splits a dimension of dynamic length")
+    # torch.split takes one length for all parts or a list, torch.chunk the number of parts
     is_one_length = isinstance(lengths, int)
     if is_one_length:
+        # torch.chunk rounds the length of a part up, and makes the last one shorter
         each = -(-total[0] // lengths) if called(node) == "chunk" else lengths
         lengths = [min(each, total[0] - start) for start in range(0, total[0], each)]
     # the split must be between blocks: each part then has its own units on every rank
@@ -241,6 +249,7 @@ def _block_range(p: Propagation, x: Sharding, start: int, end: int, node: fx.Nod
     if missing := [place for place in (start, end) if place not in ends]:
         p.add_problem(x.with_block_ends(missing, called(node)))
         return x
+    # the part has the blocks between the two places, and begins at another column of the weight
     blocks = x.blocks[ends.index(start) : ends.index(end)]
     return replace(x, blocks=blocks, first_column=x.first_column + start // x.inner * x.columns_per_unit)
 
@@ -258,6 +267,7 @@ def slice_(p: Propagation, node: Any, x: Sharding) -> Result:
         return _every(node, x, slice(start, end, step), p.size)
     start, end, _ = slice(start, end).indices(x.period)
     result = _block_range(p, x, start, end, node)
+    # start and end become numbers of this rank's elements: those of the blocks up to each
     if start:
         p.set_local_length(node, (2,), _block_range(p, x, 0, start, node))
     p.set_local_length(node, (3,), _block_range(p, x, 0, end, node))
@@ -309,6 +319,7 @@ def cat(p: Propagation, node: Any) -> Result:
     rank = p.rank(node)
     dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
     shardings = [p.sharding(operand) for operand in operands]
+    # where it is another axis that is joined, all parts are combined like operands
     first = next(sharding for sharding in shardings if sharding is not None)
     if first.dim != dim:
         return p.broadcast(node, operands, rank, joined=True)
@@ -324,6 +335,7 @@ def cat(p: Propagation, node: Any) -> Result:
             return CannotShard(f"{node.name} joins {_described(lengths, x)} with others along the sharded dimension")
         if x.inner > 1 and not x.is_even(p.size):
             return CannotShard(f"{node.name} joins {x.num_units} x {x.inner} elements, over {p.size} ranks")
+        # behind each other, the parts are blocks in units of single elements
         blocks += [block * x.inner for block in x.blocks]
     return Sharding(dim, tuple(blocks))
 
@@ -340,6 +352,7 @@ def _described(lengths: tuple[int, int], x: Sharding | None) -> str:
 def stack(p: Propagation, node: Any) -> Result:
     rank = p.rank(node)
     dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
+    # the parts have one axis fewer than the result
     x = p.broadcast(node, list(node.args[0]), rank - 1, joined=True)
     return x.on_dim(x.dim + (dim <= x.dim))
 
@@ -351,6 +364,7 @@ def glu(p: Propagation, node: Any, x: Sharding) -> Result:
         return x
     # gate and value must be blocks of their own, so that a rank has both of each feature
     half = x.period // 2
+    # F.glu takes the first half as the value, and the second as the gate
     value = _block_range(p, x, 0, half, node)
     gate = _block_range(p, x, half, x.period, node)
     p.require_alike(value, gate, node)

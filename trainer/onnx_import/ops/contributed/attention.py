@@ -240,7 +240,7 @@ def rotary_embedding(c: Call, x: Value, cos: Value, sin: Value, positions: Value
     heads = c.attr("num_heads", 0)
     interleaved = bool(c.attr("interleaved", 0))
     c.attr("rotary_embedding_dim")  # twice the width of the tables
-    # the tables have a row for each position; without positions they have one for each element already
+    # with positions the tables have a row for each of them; without, the angles of each token
     if positions is not None:
         cos = c(gather_rows, cos, positions)
         sin = c(gather_rows, sin, positions)

@@ -69,6 +69,7 @@ def quick_gelu_(c: Call, x: Value) -> Value:
 
 @_microsoft("BiasSplitGelu")
 def bias_split_gelu(c: Call, x: Value, bias: Value) -> Value:
+    # GEGLU: the second half is the gate (arXiv:2002.05202)
     left, right = c(torch.chunk, c(torch.add, x, bias), 2, -1)
     return c(torch.mul, left, c(F.gelu, right))
 
@@ -86,6 +87,7 @@ def activate(c: Call, x: Value, name: str, numbers: Sequence[float]) -> Value:
         return x
     if name in plain:
         return c(plain[name], x)
+    # activations with fewer numbers than two are filled up with zeros
     first, second = [*numbers, 0.0, 0.0][:2]
     if name == "LeakyRelu":
         return c(F.leaky_relu, x, first)
@@ -108,6 +110,7 @@ def fused_matmul(a: torch.Tensor, b: torch.Tensor, alpha: float, transposed: Seq
     a, b = (x.movedim(0, -2) if batch else x for x, batch in ((a, batch_a), (b, batch_b)))
     a = a.transpose(-2, -1) if turn_a and a.ndim > 1 else a
     b = b.transpose(-2, -1) if turn_b and b.ndim > 1 else b
+    # the axes are in the order of a product by now
     product = torch.matmul(a, b)
     return product if alpha == 1.0 else product * alpha
 
@@ -122,6 +125,7 @@ def fused_matmul_(c: Call, a: Value, b: Value) -> Value:
 def fused_gemm(c: Call, a: Value, b: Value, bias: Value = None) -> Value:
     name, first, second = c.attr("activation", ""), c.attr("activation_alpha"), c.attr("activation_beta")
     c.attr("activation_gamma")
+    # those of ONNX's operators of the same name
     defaults = {"LeakyRelu": (0.01, 0.0), "HardSigmoid": (0.2, 0.5)}.get(name, (0.0, 0.0))
     numbers = [d if given is None else given for given, d in zip((first, second), defaults, strict=True)]
     return activate(c, gemm(c, a, b, bias), name, numbers)
@@ -170,6 +174,7 @@ def _add_skip(c: Call, x: Value, skip: Value, bias: Value) -> Value:
 def skip_layer_norm(c: Call, x: Value, skip: Value, scale: Value, shift: Value = None, bias: Value = None) -> Value:
     total = _add_skip(c, x, skip, bias)
     y = c(F.layer_norm, total, [c.size(x, -1)], scale, shift, c.attr("epsilon", 1e-5))
+    # the fourth result is the sum itself
     return y, None, None, total
 
 
@@ -231,6 +236,7 @@ def length_bias(lengths: torch.Tensor, keys: torch.Tensor, filler: float) -> tor
     at = torch.arange(keys.shape[2], device=keys.device)
     batch = keys.shape[0]
     seen = at < lengths[:batch, None]
+    # samples that are padded in front begin at a start of their own
     if len(lengths) == 2 * batch:
         seen = seen & (at >= lengths[batch:, None])
     return padding_bias(seen.to(torch.int32), keys, filler)
@@ -239,6 +245,7 @@ def length_bias(lengths: torch.Tensor, keys: torch.Tensor, filler: float) -> tor
 def _attended(c: Call, q: Value, k: Value, v: Value, *, masks: Sequence[Value], past: Value) -> Value:
     """Call attention with the sum of masks; causal if the node is unidirectional."""
     causal, given = bool(c.attr("unidirectional", 0)), c.attr("scale", 0.0)
+    # 0 stands for the usual scale, 1 over the root of the width of a head
     scale = given or 1 / math.sqrt(c.size(q, 3))
     masks = [mask for mask in masks if mask is not None]
     # torch takes either is_causal or a mask; with a cache its causal mask would begin at the wrong key
@@ -272,6 +279,7 @@ def attend_packed(c: Call, projected: Value, mask: Value, past: Value, added: Va
     c.require("past_present_share_buffer", 0)
     c.attr("rotary_embedding_dim")
     heads, filler = c.attr("num_heads"), c.attr("mask_filter_value", -10000.0)
+    # three equal parts, unless the file says how wide each is
     widths = c.attr("qkv_hidden_sizes") or [c.size(projected, 2) // 3] * 3
     q, k, v = (split_heads(c, part, heads) for part in c(torch.split, projected, list(widths), -1))
     if past is not None:  # [2, batch, heads, sequence, width]
@@ -312,6 +320,7 @@ def multi_head_attention(
         query = c(torch.add, query, parts[0])
         if key.ndim == 3:
             key, value = c(torch.add, key, parts[1]), c(torch.add, value, parts[2])
+    # keys and values by heads are as attention reads them
     q, k, v = (x if x.ndim == 4 else split_heads(c, x, heads) for x in (query, key, value))
     if past_key is not None:
         k, v = c(torch.cat, [past_key, k], 2), c(torch.cat, [past_value, v], 2)
@@ -350,6 +359,7 @@ def group_query_attention(
         width = c.size(query, 2) // (heads + 2 * groups)
         query, key, value = c(torch.split, query, [heads * width, groups * width, groups * width], 2)
     q, k, v = (split_heads(c, x, n) for x, n in ((query, heads), (key, groups), (value, groups)))
+    # the position of the first query: behind all keys of the cache
     before = 0 if past_key is None else c.size(past_key, 2)
     if past_key is not None:
         if not isinstance(lengths, torch.Tensor):
@@ -357,6 +367,7 @@ def group_query_attention(
         # onnxruntime gives the index of each sample's last key
         if bool((lengths + 1 != before + c.size(q, 2)).any()):
             raise UnsupportedNode(f"its cache of {before} steps is filled in part: lengths {(lengths + 1).tolist()}")
+    # before the cache is joined, whose keys were rotated when they were new
     if c.attr("do_rotary", 0):
         q, k = (c(rotate_from, x, cos, sin, positions, before, bool(c.attr("rotary_interleaved", 0))) for x in (q, k))
     c.attr("rotary_interleaved")
@@ -386,6 +397,7 @@ def rotate_from(
     if positions is None:
         steps = slice(first, first + x.shape[2])
         return rotate(x, cos[steps], sin[steps], interleaved=interleaved)
+    # the angles of each token, the same for all heads
     return rotate(x, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1), interleaved=interleaved)
 
 
@@ -410,6 +422,7 @@ def rotary_embedding(c: Call, x: Value, positions: Value, cos: Value, sin: Value
     cos, sin = c(gather_rows, cos, positions), c(gather_rows, sin, positions)  # [(batch,) sequence, half]
     if flat:
         batch, sequence, features = c.sizes(x)
+        # the width of a head, by the attributes where the tables cover only a part of it
         each = features // heads if heads and width else 2 * c.size(cos, -1)
         x = c("reshape", x, [batch, sequence, features // each, each])
     cos, sin = (c("unsqueeze", table, -2 if flat else -3) for table in (cos, sin))

@@ -33,6 +33,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """Return the integers of the last dimension of bytes, int32 [..., bytes x 8 / bits], lowest bits first."""
     if bits == 8:
         return packed.to(torch.int32)
+    # each byte is shifted by the place of each of its numbers, and the bits above are cut off
     shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=packed.device)
     integers: Tensor = (packed.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)
     return integers.flatten(-2)
@@ -54,6 +55,7 @@ def dequantize_blocks(
         start: Tensor | float = float(2 ** (bits - 1))
     else:
         start = zero if zero.is_floating_point() else unpack(zero, bits)[..., : scales.shape[-1]].to(scales.dtype)
+    # g_idx: the columns of a block need not be neighbours
     if groups is not None:
         at = groups.to(torch.int64)
         start = start[..., at] if isinstance(start, Tensor) else start
@@ -62,6 +64,7 @@ def dequantize_blocks(
     def of_columns(of: Tensor) -> Tensor:
         return of.repeat_interleave(block, -1)[..., :columns]
 
+    # one number for each block, repeated over its columns; the last block may be shorter
     start = of_columns(start) if isinstance(start, Tensor) else start
     return (integers - start) * of_columns(scales)
 
@@ -79,6 +82,7 @@ class _PackedLinear(torch.autograd.Function):
         zero: Tensor | None,
         groups: Tensor | None,
     ) -> Tensor:
+        # the packed bytes are kept, and no weights in floating point
         ctx.save_for_backward(packed, scales, zero, groups)
         ctx.layout = layout
         ctx.dtype = x.dtype
@@ -87,6 +91,7 @@ class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         packed, scales, zero, groups = ctx.saved_tensors
+        # unpacked anew, in the type of the gradient
         weight = dequantize_blocks(packed, scales, zero, groups, ctx.layout).to(gradient.dtype)
         return (gradient @ weight).to(ctx.dtype), None, None, None, None, None
 
@@ -129,6 +134,7 @@ def matmul_nbits(
     c.attr("accuracy_level")
     rows = c.attr("N")
     layout = (c.attr("K"), c.attr("block_size"), c.attr("bits", BITS[0]))
+    # the last block is filled up to its whole length in the file
     blocks = -(-layout[0] // layout[1])
     needed = rows * blocks * layout[1] * layout[2] // 8
     if packed.dtype != torch.uint8 or (isinstance(packed, Tensor) and packed.numel() != needed):
@@ -153,6 +159,7 @@ def gather_blocks(
     packed: Tensor, indices: Tensor, scales: Tensor, zero: Tensor | None, layout: Sequence[int]
 ) -> Tensor:
     """Return the weights of rows [*shape of indices, ..., columns]; only these rows are unpacked."""
+    # negative indices count from the end, as in Gather
     at = torch.where(indices < 0, indices + packed.shape[0], indices).to(torch.int64)
     return dequantize_blocks(packed[at], scales[at], None if zero is None else zero[at], None, layout)
 

@@ -27,6 +27,8 @@ from typing import Literal
 
 from onward.infra.job import forks, job_guard
 from onward.infra.job.child_program import signalled_with_parent
+from onward.infra.job.host_beats import SILENT_S, HostBeats
+from onward.infra.job.hosts import read_hostfile
 from onward.infra.job.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
 from onward.infra.job.launcher import Launcher, LaunchError, Ranks
 from onward.infra.job.mpirun import Mpirun
@@ -46,19 +48,24 @@ SAVE = "save-requested"
 """A file there, which asks the ranks to save and exit; the job then ends by itself, as one that was preempted."""
 
 
+Reason = Literal["exited", "stopped", "silent", "start_timeout", "host_lost"]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a job ended."""
 
     returncode: int | None
     """Exit status of the launcher, for the log only: 0 does not mean success. None = it could not be killed."""
-    reason: Literal["exited", "stopped", "silent", "start_timeout"]
+    reason: Reason
     """`stopped`: this process asked for it; ranks that stop without that were signalled by somebody else."""
     elapsed_s: float
     detected_ms: int
     """When the launcher ended, or a limit passed: milliseconds since 1970."""
     stopped_ranks: Mapping[int, str] = field(default_factory=dict)
     """Ranks of this host that a signal had stopped when the job ended -> a clause about each."""
+    lost_hosts: Mapping[str, str] = field(default_factory=dict)
+    """Hosts for whose loss the job was ended, with what ssh said."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +134,12 @@ class Job:
                 start_new_session=True,
             )
             stopped = StoppedRanks(launcher.pid, self.launcher.rank_variable)
+            beats = HostBeats(list(read_hostfile(Path(self.ranks.hostfile))) if self.ranks.hostfile else [])
             try:
                 # inside of the try: a disk that takes no record ends the job again
                 _write_job_record(self.run_dir, tag, argv)
-                reason, detected_ms = self._watch(launcher, folder, guard, stopped)
+                with beats.watched():
+                    reason, detected_ms = self._watch(launcher, folder, guard, stopped, beats)
             except BaseException:
                 _stop(launcher, self.stop_limit_s())
                 raise
@@ -138,16 +147,23 @@ class Job:
                 # also after an orderly end, because a rank may leave processes behind
                 _kill_rest(launcher, tag)
                 remove(folder)
-        return Outcome(launcher.returncode, reason, time.monotonic() - started_at, detected_ms, stopped.describe())
+        lost = beats.lost() if reason == "host_lost" else {}
+        elapsed_s = time.monotonic() - started_at
+        return Outcome(launcher.returncode, reason, elapsed_s, detected_ms, stopped.describe(), lost)
 
     def stop_limit_s(self) -> float:
         """Return how long the ranks get to save: `grace_s`, and two of the steps that the heartbeat file tells of."""
         return self.grace_s + 2.0 * _said(self.heartbeat, "step_s", 0.0)
 
     def _watch(
-        self, launcher: subprocess.Popen[bytes], folder: Path, guard: Guard, stopped: StoppedRanks
-    ) -> tuple[Literal["exited", "stopped", "silent", "start_timeout"], int]:
-        """Wait for the end of the launcher, the file STOP or a missing heartbeat; stop the job in the last two cases.
+        self,
+        launcher: subprocess.Popen[bytes],
+        folder: Path,
+        guard: Guard,
+        stopped: StoppedRanks,
+        beats: HostBeats,
+    ) -> tuple[Reason, int]:
+        """Wait for the end of the launcher, the file STOP, a lost host or a missing heartbeat; then stop the job.
 
         Returns which of them, and when: milliseconds since 1970. folder: the temporary directory of the job.
         """
@@ -183,6 +199,12 @@ class Job:
                 # the ranks say themselves how long a compilation or an evaluation may take
                 silence_s = _said(self.heartbeat, "silence_s", silence_s)
             stopped.look()
+            if beats.lost() and time.monotonic() - beat_at <= SILENT_S:
+                beats.watch_again()
+            elif beats.lost():
+                noticed_ms = now_ms()
+                _stop(launcher, 0)
+                return "host_lost", noticed_ms
             if time.monotonic() - beat_at > (silence_s if started else self.start_timeout_s):
                 noticed_ms = now_ms()
                 _stop(launcher, 0)  # a job that hangs cannot save

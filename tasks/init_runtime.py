@@ -17,6 +17,7 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from onward.infra.job.hosts import silence
 from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempts.jobs import chosen_launcher, job_of, launcher_of
 from onward.tasks.attempts.wait_before_retry import wait_for_hosts
@@ -119,6 +120,8 @@ def _launch(run: RunDir, launch: LaunchConfig, world_size: int, *, log: Path) ->
         outcome = job.run()
     except LaunchError as error:
         raise RuntimeUnavailable(str(error)) from error
+    if outcome.lost_hosts:
+        raise RuntimeUnavailable(f"{silence(outcome.lost_hosts)}, while the ranks started; resume when they do")
     if (first := run.first_error(0)) is not None:
         sentence = first.cause.removeprefix("RuntimeUnavailable: ")
         where = f"rank {first.rank} on {first.host}: "

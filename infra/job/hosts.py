@@ -85,7 +85,7 @@ def silent_hosts(hosts: Sequence[str], users: Mapping[str, str] = os.environ) ->
     if not hosts:
         return {}
     with ThreadPoolExecutor(max_workers=min(MOST_ASKED, len(hosts))) as threads:
-        answers = threads.map(lambda host: _problem(host, users), hosts)
+        answers = threads.map(lambda host: why_silent(host, users), hosts)
         return {host: problem for host, problem in zip(hosts, answers, strict=True) if problem}
 
 
@@ -134,7 +134,7 @@ def _converse(host: str, words: Sequence[str], question: str, line: str, users: 
     environment = environment_of_ranks(users)
     # a directory that every host has: the one of this process may not be there
     remote = [*remote_shell(environment), host, f"cd / && exec {shlex.join(words)}"]
-    command = [*words] if _is_here(host) else remote
+    command = [*words] if is_here(host) else remote
     with tempfile.TemporaryFile("w+") as errors:
         try:
             program = subprocess.Popen(
@@ -158,7 +158,7 @@ def _converse(host: str, words: Sequence[str], question: str, line: str, users: 
     if program.returncode == -signal.SIGKILL:
         return Answer(f"no answer in {ANSWER_S:g} s{f': {said}' if said else ''}")
     # ssh itself ends with 255, and else with the status of the program
-    is_there = _is_here(host) or program.returncode != SSH_FAILED
+    is_there = is_here(host) or program.returncode != SSH_FAILED
     return Answer(said or f"{command[0]} ended with status {program.returncode}", has_no_program=is_there)
 
 
@@ -199,36 +199,45 @@ def _why_not_reached(address: str, port: int) -> str:
     return ""
 
 
-def _problem(host: str, users: Mapping[str, str]) -> str:
-    """Return why a host does not answer; "" if it does."""
-    return "" if _is_here(host) else _ask(host, users, "true")[1]
-
-
-def _is_here(host: str) -> bool:
+def is_here(host: str) -> bool:
     """Return whether a name or an address is this host's."""
-    if host in ("localhost", "127.0.0.1", socket.gethostname()):
+    host = host.rpartition("@")[2]
+    own = socket.gethostname()
+    if host in ("localhost", "127.0.0.1", own):
         return True
+    # other names are not looked up, which may take seconds for each
+    may_be = host.replace(".", "").isdigit() or host.partition(".")[0] == own.partition(".")[0]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # only an own address can be bound
-        probe.bind((host.rpartition("@")[2], 0))
-        return True
+        if may_be:
+            probe.bind((host, 0))
+            return True
     return False
 
 
-def _ask(host: str, users: Mapping[str, str], question: str) -> tuple[str, str]:
-    """Return what a command on a host printed, and why it could not be run; "" if it could."""
+def why_silent(host: str, users: Mapping[str, str] = os.environ, *, limit_s: int = 0) -> str:
+    """Return why a host does not answer, as ssh says it; "" if it does. limit_s: 0 = that of ssh's own options."""
+    if is_here(host):
+        return ""
     environment = environment_of_ranks(users)
-    command = [*remote_shell(environment), host, question]
+    shell = remote_shell(environment)
+    # of two values of one option ssh takes the first
+    command = [shell[0], *(["-o", f"ConnectTimeout={limit_s}"] if limit_s else []), *shell[1:], host, "true"]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S, env=environment
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s + 1.0 if limit_s else PROBE_S,
+            env=environment,
         )
-    except subprocess.TimeoutExpired:
-        return "", f"no answer in {PROBE_S:g} s"
+    except subprocess.TimeoutExpired as expired:
+        return f"no answer in {expired.timeout:g} s"
     except OSError as error:
-        return "", f"{command[0]} cannot be started: {error.strerror}"
+        return f"{command[0]} cannot be started: {error.strerror}"
     # ssh writes its reason on stderr, often over several lines
     said = " ".join(done.stderr.split())
     if done.returncode == 0:
-        return done.stdout.strip(), ""
-    return "", said[-300:] or f"{command[0]} ended with status {done.returncode}"
+        return ""
+    return said[-300:] or f"{command[0]} ended with status {done.returncode}"

@@ -27,6 +27,8 @@ from typing import Literal, TypeAlias
 
 from onward.infra.job import forks, job_guard, slurm_jobs
 from onward.infra.job.child_program import signalled_with_parent
+from onward.infra.job.host_beats import SILENT_S, HostBeats
+from onward.infra.job.hosts import read_hostfile
 from onward.infra.job.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
 from onward.infra.job.launcher import Launcher, LaunchError, Ranks
 from onward.infra.job.mpirun import Mpirun
@@ -49,9 +51,9 @@ SAVE = "save-requested"
 
 LAST_S = 30.0
 """Time that the flow has to end after its ranks, before the end of the scheduler's job in which it runs."""
-Reason: TypeAlias = Literal["exited", "stopped", "silent", "start_timeout", "out_of_time"]
+Reason: TypeAlias = Literal["exited", "stopped", "silent", "start_timeout", "host_lost", "out_of_time"]
 """Why a job has ended. `stopped`: this process asked for it; ranks that stop without that were signalled by somebody
-else. `out_of_time`: the job of Slurm, in which it runs, is about to end."""
+else. `host_lost`: a host gave no sign of life. `out_of_time`: the job of Slurm, in which it runs, is about to end."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Outcome:
     """When the launcher ended, or a limit passed: milliseconds since 1970."""
     stopped_ranks: Mapping[int, str] = field(default_factory=dict)
     """Ranks of this host that a signal had stopped when the job ended -> a clause about each."""
+    lost_hosts: Mapping[str, str] = field(default_factory=dict)
+    """Hosts for whose loss the job was ended, with what ssh said."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +138,12 @@ class Job:
                 start_new_session=True,
             )
             stopped = StoppedRanks(launcher.pid, self.launcher.rank_variable)
+            beats = HostBeats(list(read_hostfile(Path(self.ranks.hostfile))) if self.ranks.hostfile else [])
             try:
                 # inside of the try: a disk that takes no record ends the job again
                 _write_job_record(self.run_dir, tag, argv)
-                reason, detected_ms = self._watch(launcher, folder, guard, stopped)
+                with beats.watched():
+                    reason, detected_ms = self._watch(launcher, folder, guard, stopped, beats)
             except BaseException:
                 _stop(launcher, self.stop_limit_s())
                 raise
@@ -145,16 +151,25 @@ class Job:
                 # also after an orderly end, because a rank may leave processes behind
                 _kill_rest(launcher, tag)
                 remove(folder)
-        return Outcome(launcher.returncode, reason, time.monotonic() - started_at, detected_ms, stopped.describe())
+        lost = beats.lost() if reason == "host_lost" else {}
+        elapsed_s = time.monotonic() - started_at
+        return Outcome(launcher.returncode, reason, elapsed_s, detected_ms, stopped.describe(), lost)
 
     def stop_limit_s(self) -> float:
         """Return how long the ranks get to save: `grace_s`, and two of the steps that the heartbeat file tells of."""
         return self.grace_s + 2.0 * _said(self.heartbeat, "step_s", 0.0)
 
     def _watch(
-        self, launcher: subprocess.Popen[bytes], folder: Path, guard: Guard, stopped: StoppedRanks
+        self,
+        launcher: subprocess.Popen[bytes],
+        folder: Path,
+        guard: Guard,
+        stopped: StoppedRanks,
+        beats: HostBeats,
     ) -> tuple[Reason, int]:
-        """Wait for the end of the launcher, the file STOP, a missing heartbeat or the end of the time; stop the job.
+        """Wait for the end of the launcher, the file STOP, a lost host, a missing heartbeat or the end of the time.
+
+        In all of these but the first it then stops the job.
 
         Returns which of them, and when: milliseconds since 1970. folder: the temporary directory of the job.
         """
@@ -197,6 +212,12 @@ class Job:
                 # the ranks say themselves how long a compilation or an evaluation may take
                 silence_s = _said(self.heartbeat, "silence_s", silence_s)
             stopped.look()
+            if beats.lost() and time.monotonic() - beat_at <= SILENT_S:
+                beats.watch_again()
+            elif beats.lost():
+                noticed_ms = now_ms()
+                _stop(launcher, 0)
+                return "host_lost", noticed_ms
             if time.monotonic() - beat_at > (silence_s if started else self.start_timeout_s):
                 noticed_ms = now_ms()
                 _stop(launcher, 0)  # a job that hangs cannot save

@@ -106,7 +106,8 @@ class Attempt:
         # with a result the ranks have ended by themselves, and nothing has to be found out
         if result is None:
             disk = storage_problem(self.run.root)
-            if outcome.reason != "stopped":
+            silent = dict(outcome.lost_hosts)
+            if outcome.reason not in ("stopped", "host_lost"):
                 silent = _silent_hosts(config.launch, error)
         evidence = Evidence(
             result=result,
@@ -143,6 +144,7 @@ class Attempt:
         return {
             "exited": f"{launcher_of(launch).name} ended with status {outcome.returncode} without a result",
             "stopped": "it was stopped",
+            "host_lost": "killed after a host was lost",
             "silent": f"killed after {silence:g} s without a heartbeat (launch.heartbeat_timeout_s{compiling})",
             "out_of_time": f"the ranks were asked to end before job {allocation()} of Slurm does",
             "start_timeout": f"killed after {start:g} s without a first heartbeat (launch.start_timeout_s)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,3 +123,27 @@ def test_all_hosts_that_are_left_compute_and_one_that_is_back_is_used_after_the_
     wanted = losses(RunDir(Path(same["directory"])))
     for step in range(5, second.step, 5):
         assert found[step] == pytest.approx(wanted[step], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["cut", "freeze"])
+def test_a_host_that_is_cut_off_or_frozen_is_noticed_in_15_seconds_by_default(
+    workshop: Workshop, cluster: Machines, fault: str
+) -> None:
+    """With the settings as they are: 120 s without a heartbeat, 100 s in a collective."""
+    more = ("launch.heartbeat_timeout_s=120", "train.num_steps=1500")
+    command, run, log = started(workshop, cluster, fault, *more)
+    until(lambda: reached(run, 120), limit_s=180)
+    began_at = time.time()
+    (cluster.cut if fault == "cut" else cluster.freeze)("h1")
+    until(lambda: run.ending(1).exists(), limit_s=120)
+    (first,) = endings(run)
+    noticed_s = first.detected_ms / 1000 - began_at
+    with (workshop.root / "noticed").open("a") as file:
+        file.write(f"{fault} {noticed_s:.1f} {first}\n")
+    assert (first.kind, list(first.silent_hosts)) == ("host_lost", ["h1"])
+    assert 5 < noticed_s < 15
+    until(lambda: "waiting up to 600 s" in log.read_text(), limit_s=60)
+    (cluster.heal if fault == "cut" else cluster.thaw)("h1")
+    assert command.wait(400) == 0, log.read_text()[-3000:]
+    assert [each.kind for each in endings(run)] == ["host_lost", "done"]
+    until(lambda: not [each for each in cluster.processes("h1") if "onward" in " ".join(each.cmdline())], limit_s=60)

@@ -154,6 +154,34 @@ class Machines:
         psutil.Process(first).kill()
         self.hosts[name].wait(20)
 
+    def cut(self, name: str) -> None:
+        """Pull the network cable of a host."""
+        _ip(self.switch.pid, "link", "set", f"port{name[1:]}", "nomaster")
+
+    def heal(self, name: str) -> None:
+        """Put it back."""
+        _ip(self.switch.pid, "link", "set", f"port{name[1:]}", "master", "br0")
+
+    def freeze(self, name: str) -> None:
+        """Stop all processes of a host; its kernel goes on, and answers for the connections that they have."""
+        for process in self.processes(name):
+            process.suspend()
+
+    def thaw(self, name: str) -> None:
+        for process in self.processes(name):
+            process.resume()
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """All processes of a host but its first, which stands for its kernel."""
+        first = self._first(name)
+        space = Path(f"/proc/{first}/ns/pid").readlink()
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if process.pid != first and Path(f"/proc/{process.pid}/ns/pid").readlink() == space:
+                    found.append(process)
+        return found
+
     def close(self) -> None:
         for process in (*self.hosts.values(), self.switch):
             with contextlib.suppress(psutil.Error):

@@ -15,6 +15,7 @@ from onward.infra.job.hosts import (
     MOST_BYTES,
     Answer,
     ask_programs,
+    is_here,
     read_hostfile,
     silence,
     silent_hosts,
@@ -94,6 +95,11 @@ def test_hosts_that_do_not_answer_are_named_with_what_the_agent_said(tmp_path: P
     assert silence(silent) == "1 host does not answer: h1 (ssh: connect to host h1 port 22: No route to host)"
     absent = {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "absent")}
     assert silent_hosts(["h0"], absent) == {"h0": f"{tmp_path}/absent cannot be started: No such file or directory"}
+
+
+def test_this_host_is_known_by_its_names_and_addresses() -> None:
+    assert all(map(is_here, ("localhost", "me@localhost", "127.0.0.1", "127.0.0.2", socket.gethostname())))
+    assert not any(map(is_here, ("192.0.2.1", "h1", f"{socket.gethostname()}.invalid", "10.0.0")))
 
 
 PROGRAM = """

@@ -212,8 +212,8 @@ def _fetch(stored: StoredRun, state: StoredState, partial: RunDir) -> None:
 
 
 def _refuse_full_disk(stored: StoredRun, state: StoredState, files: Iterable[StoredFile], run: RunDir) -> None:
-    wanted = [each.bytes for each in state.checkpoints if each.best or each == state.checkpoints[-1]]
-    needed = sum(file.bytes for file in files) + sum(wanted)
+    fetched = {each for each in state.checkpoints if each.best} | {*state.checkpoints[-1:]}
+    needed = sum(file.bytes for file in files) + sum(each.bytes for each in fetched)
     if needed > (free := shutil.disk_usage(run.root).free):
         raise StorageUnavailable(
             f"{state.name} in {stored.files.shown} has {shown_size(needed)}, but {run.root.parent} has "

@@ -204,21 +204,24 @@ class _Transfer:
         for name, path in sent_files(self._run):
             with contextlib.suppress(FileNotFoundError):  # replaced or deleted just now: the next look has it
                 files[name] = self._sent(path, known)
+        files |= self._sent_log(state, known)
+        inputs = state.inputs
+        if not inputs:
+            for each in named_inputs(self._run):
+                sent = {name: self._sent(path, known) for name, path in each.files.items()}
+                found = StoredInput(setting=each.setting, location=each.location, name=each.name, files=sent)
+                inputs = (*inputs, found)
+        self._replace(state.model_copy(update={"files": files, "inputs": inputs}))
+
+    def _sent_log(self, state: StoredState, known: dict[str, StoredFile]) -> dict[str, StoredFile]:
+        """Return the segments of the event log in the store, after sending the new ones."""
         before = {name: file for name, file in state.files.items() if name.startswith(f"{EVENTS}/")}
         new = {name: self._written(name, content, known) for name, content in segments(self._run, before)}
+        if not new:
+            return before
         # those behind the first new one are of a log that has been replaced
-        first = min(map(start_of, new), default=None)
-        kept = {name: file for name, file in before.items() if first is None or start_of(name) < first}
-        inputs = state.inputs or tuple(
-            StoredInput(
-                setting=each.setting,
-                location=each.location,
-                name=each.name,
-                files={name: self._sent(path, known) for name, path in each.files.items()},
-            )
-            for each in named_inputs(self._run)
-        )
-        self._replace(state.model_copy(update={"files": files | kept | new, "inputs": inputs}))
+        first = min(map(start_of, new))
+        return {name: file for name, file in before.items() if start_of(name) < first} | new
 
     def lacks(self, info: CheckpointInfo) -> bool:
         """Return whether a checkpoint is not in the store."""

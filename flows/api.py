@@ -67,7 +67,8 @@ def run(
     after it has saved a checkpoint; only the main thread receives them, so this must be called from there.
 
     `run_name`: of this run, in place of the configuration's name with a number. `continue_run`: if there is a run of
-    that name, go on with it, and return its outcome if it is finished (flows/running/named_run.py). Raises
+    that name, here or in `checkpoint.store`, go on with it, and return its outcome if it is finished
+    (flows/running/named_run.py). Raises
     ConfigError for settings, data or a model that cannot work, before anything is started; Stopped, TrainingFailed and
     the other errors of `onward.OnwardError` for a run that ended without an exported file.
     """
@@ -77,15 +78,19 @@ def run(
         if continue_run:
             raise ConfigError("--continue needs the run that it means: --name NAME")
         return _begin(given)
+    from onward.flows.running.from_store import fetch_named_run
     from onward.flows.running.named_run import limits_to_resume, named_run
     from onward.flows.submitting.slurm_script import requeued
 
     again = requeued() if continue_run else contextlib.nullcontext()
     with again, named_run(run_name, may_continue=continue_run) as named:
-        if named.to_resume is None:
+        found = named.to_resume
+        if found is None and continue_run:  # another machine may have begun it
+            found = fetch_named_run(given().load().checkpoint.store, run_name)
+        if found is None:
             return _begin(given, named)
-        limits = limits_to_resume(named.to_resume, run_name, given().load())
-        return resume(named.to_resume.root.name, dict(limits))
+        limits = limits_to_resume(found, run_name, given().load())
+        return resume(found.root.name, dict(limits))
 
 
 def _begin(layers: Callable[[], Given], named: NamedRun | None = None) -> RunOutcome:

@@ -118,8 +118,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
             log.info("%s", sentence)
         _log(found)
     # After config.json, so that a run whose MLflow is unavailable can be started again unchanged.
-    identity = identify(run, config)
-    write_record(run.identity, identity)
+    write_record(run.identity, identity := identify(run, config))
     if not run.code.exists():  # a run of an earlier version, whose files have been compared with its identity
         write_record(run.code, AllowedCode(files=code))
     begin_sending(run, config.checkpoint.store, log)

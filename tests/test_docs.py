@@ -60,6 +60,7 @@ EXECUTED = (
     "docs/how-to/free-disk-space.md",
     "docs/how-to/predict.md",
     "docs/how-to/profile-a-run.md",
+    "docs/how-to/stores.md",
 )
 BASE = {
     "model": {"path": "model.onnx"},

@@ -79,7 +79,7 @@ MOST_FILES = 20
 """Modules of a folder."""
 MOST_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
-    "flows/train_onnx.py train_onnx": 94,  # 30 parameters, and the endings
+    "flows/train_onnx.py train_onnx": 95,  # 30 parameters, and the endings
     "flows/commands/sweeps.py sweep": 64,  # options
     "flows/commands/inspection.py doctor": 62,  # options
     "flows/deploying/deploy.py deploy": 61,
@@ -96,7 +96,7 @@ DENSEST_FILE = 20.2
 """Tokens in a line of code, without docstrings and comments. The aim is 12."""
 DENSEST_TREE = 10.45
 """The aim is 9."""
-MOST_TOKENS = 738_500
+MOST_TOKENS = 744_500
 MOST_DECISIONS = 2
 """Of a statement, or of the head of one with a body: each `and`, `or`, conditional expression, and each `for` and `if`
 of a comprehension."""

@@ -47,6 +47,7 @@ from onward.trainer.run.records import (
     read_record,
     record_if_written,
 )
+from onward.trainer.run.remote.stored_run import Sending, record_in
 
 WORST = 3
 """Classes that a status names for each loss."""
@@ -106,6 +107,9 @@ class RunStatus(Record):
     directory: str
     model: str
     """The trained ONNX file; "" as long as it is not exported."""
+    store: str
+    """Where another machine can go on with it (`checkpoint.store`), and the steps whose checkpoints are there; else "".
+    """
     report: str
     """Its report, an HTML file; "" as long as there is none."""
     mlflow_run_id: str
@@ -210,7 +214,7 @@ def _why(error: RankError | None, cause: Cause | None, *, failed: bool) -> dict[
 
 def _texts_of_records(run: RunDir) -> dict[str, str]:
     """Return the fields that are of records which a run may not have yet; "" for an absent one."""
-    texts = dict.fromkeys(("rehearsal", "trial", "ending", "model", "report"), "")
+    texts = dict.fromkeys(("rehearsal", "trial", "ending", "model", "report", "store"), "")
     if run.rehearsal.exists():
         texts["rehearsal"] = read_record(run.rehearsal, Rehearsal).summary
     if trial := membership(run):
@@ -221,6 +225,8 @@ def _texts_of_records(run: RunDir) -> dict[str, str]:
         texts["model"] = str(read_record(run.exported, ExportedModel).path)
     if run.report.exists():
         texts["report"] = str(run.report)
+    if sending := record_if_written(record_in(run), Sending):
+        texts["store"] = f"{sending.url}, checkpoints of steps: {', '.join(map(str, sending.stored)) or 'none'}"
     return texts
 
 

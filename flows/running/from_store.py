@@ -19,10 +19,11 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from onward.infra.servers.service_state import try_lock
 from onward.tasks.checks.registered_models import store_of
 from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import Announced
@@ -30,9 +31,9 @@ from onward.trainer.checkpoint.verification import verify
 from onward.trainer.config.urls import check_url, url_of
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.shards import ShardManifest
-from onward.trainer.errors import CheckpointError, ConfigError, DataError, Fenced
+from onward.trainer.errors import CheckpointError, ConfigError, DataError, Fenced, StorageUnavailable
 from onward.trainer.quantities import shown_size
-from onward.trainer.run.allowed_code import AllowedCode
+from onward.trainer.run.allowed_code import SHOWN, AllowedCode
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.durable_files import fsync, sha256, write_durably
 from onward.trainer.run.machine.private_home import make_private
@@ -60,8 +61,19 @@ SILENT_S = 3 * ALIVE_PERIOD_S
 
 def is_in_store(text: str) -> bool:
     """Return whether `text` names a run in a store, and none of this machine: a URL, or a directory that is a store."""
-    path = Path(text)
-    return bool(url_of(text)) or (path.parent != path and any(path.parent.glob(f"*/{FIRST}")))
+    is_in_folder = "/" in text and any(Path(text).parent.glob(f"*/{FIRST}"))
+    return bool(url_of(text)) or is_in_folder
+
+
+def fetch_named_run(store: str, name: str) -> RunDir | None:
+    """Bring the run of a name from a store; None without a store, or where no run of it has that name.
+
+    Raises as `fetch_run`.
+    """
+    if not store:
+        return None
+    names = _names_in(store)
+    return fetch_run(f"{store}/{name}") if name in names.values() else None
 
 
 def fetch_run(text: str) -> RunDir:
@@ -84,20 +96,26 @@ def fetch_run(text: str) -> RunDir:
             f"{run.root} is an earlier copy of the run, with which {stored.sender(number).host} has gone on: move it "
             "away, and repeat the command"
         )
-    _wait_for_silence(stored, number)
+    state = _sent_before(stored, number)
+    if not state.ended:
+        _wait_for_silence(stored, number)
     make_private(onward_home())
     run.root.parent.mkdir(exist_ok=True)
-    partial = RunDir(run.root.with_name(f".{run.root.name}.{uuid.uuid4().hex}.partial"))
-    partial.root.mkdir()
-    try:
-        state = _take_over(stored, partial, number + 1)
-        _fetch(stored, state, partial)
-        _adapt(partial, state, run)
-        fsync(partial.root)
-        partial.root.rename(run.root)
-        fsync(run.root.parent)
-    finally:
-        shutil.rmtree(partial.root, ignore_errors=True)
+    partial = RunDir(run.root.with_name(f".{run.root.name}.partial"))
+    with run.root.with_name(f".{run.root.name}.lock").open("ab") as lock:
+        if not try_lock(lock):
+            raise ConfigError(f"another process fetches {state.name} at this moment")
+        shutil.rmtree(partial.root, ignore_errors=True)  # what a killed process has left
+        partial.root.mkdir()
+        try:
+            state = _take_over(stored, partial, number + 1)
+            _fetch(stored, state, partial)
+            _adapt(partial, state, run)
+            fsync(partial.root)
+            partial.root.rename(run.root)
+            fsync(run.root.parent)
+        finally:
+            shutil.rmtree(partial.root, ignore_errors=True)
     return run
 
 
@@ -111,12 +129,7 @@ def _located(text: str) -> str:
     base, _, last = location.rpartition("/")
     if open_place(location).has(FIRST):
         return location
-    ids = sorted({name.split("/")[0] for name in open_place(base).names() if name.endswith(f"/{FIRST}")})
-    names = {}
-    for run_id in ids:
-        stored = StoredRun(f"{base}/{run_id}")
-        if (state := stored.state(stored.newest_sender())) is not None:
-            names[run_id] = state.name
+    names = _names_in(base)
     meant = [run_id for run_id, name in names.items() if name == last]
     if len(meant) == 1:
         return f"{base}/{meant[0]}"
@@ -125,11 +138,28 @@ def _located(text: str) -> str:
     raise ConfigError(f"in {open_place(base).shown} {what}; there are: {of_all}")
 
 
-def _wait_for_silence(stored: StoredRun, number: int) -> None:
-    """Return when the machine that has sent the run is certainly not training it. Raises ConfigError if it is."""
+def _names_in(store: str) -> dict[str, str]:
+    """Return the id of each run in a store, with its name."""
+    names = {}
+    for run_id in open_place(store).folders():
+        stored = StoredRun(f"{store}/{run_id}")
+        if (state := stored.state(stored.newest_sender())) is not None:
+            names[run_id] = state.name
+    return names
+
+
+def _sent_before(stored: StoredRun, number: int) -> StoredState:
+    """Return what counts of a run. Raises ConfigError for one that cannot go on here."""
     state = stored.state(number)
-    if state is not None and state.ended:
-        return
+    if state is None or "config.json" not in state.files:
+        raise ConfigError(f"nothing of the run at {stored.files.shown} was sent before it ended: start it again")
+    if "trial.json" in state.files:
+        raise ConfigError(f"{state.name} is a trial of a sweep, and goes on only with the sweep, on its machine")
+    return state
+
+
+def _wait_for_silence(stored: StoredRun, number: int) -> None:
+    """Return when the machine that has sent the run seems to be lost. Raises ConfigError if it gives a sign of life."""
     host = stored.sender(number).host
     seen = stored.sign_of_life(number)
     _say(f"the run has not ended on {host}; waiting {SILENT_S:g} s for a sign of life of it")
@@ -149,12 +179,7 @@ def _take_over(stored: StoredRun, run: RunDir, number: int) -> StoredState:
     except Fenced as error:
         raise ConfigError(str(error)) from error
     # only now: the former machine may have added to it until it saw the claim
-    state = stored.state(number)
-    if state is None or "config.json" not in state.files:
-        raise ConfigError(f"nothing of the run at {stored.files.shown} was sent before it ended: start it again")
-    if "trial.json" in state.files:
-        raise ConfigError(f"{state.name} is a trial of a sweep, and goes on only with the sweep, on its machine")
-    return state
+    return _sent_before(stored, number)
 
 
 # -- what is fetched
@@ -167,6 +192,7 @@ def _fetch(stored: StoredRun, state: StoredState, partial: RunDir) -> None:
     files = {partial.root / _checked(name): state.files[name] for name in state.files.keys() - set(segments)}
     for number, each in enumerate(state.inputs):
         files |= {_folder(partial, number) / _checked(name): file for name, file in each.files.items()}
+    _refuse_full_disk(stored, state, files.values(), partial)
     for path, file in files.items():
         _fetch_file(stored, file, path)
     with partial.events.open("wb") as log:
@@ -183,6 +209,16 @@ def _fetch(stored: StoredRun, state: StoredState, partial: RunDir) -> None:
     steps = ", ".join(str(each.step) for each in fetched) or "none"
     took_s = time.monotonic() - started_at
     _say(f"fetched {state.name} from {stored.files.shown}: {size} in {took_s:.1f} s, checkpoints of steps: {steps}")
+
+
+def _refuse_full_disk(stored: StoredRun, state: StoredState, files: Iterable[StoredFile], run: RunDir) -> None:
+    fetched = {each for each in state.checkpoints if each.best} | {*state.checkpoints[-1:]}
+    needed = sum(file.bytes for file in files) + sum(each.bytes for each in fetched)
+    if needed > (free := shutil.disk_usage(run.root).free):
+        raise StorageUnavailable(
+            f"{state.name} in {stored.files.shown} has {shown_size(needed)}, but {run.root.parent} has "
+            f"{shown_size(free)} free; make room there, or set ONWARD_HOME to a directory on a larger disk"
+        )
 
 
 def _fetch_checkpoints(
@@ -254,7 +290,10 @@ def _adapt(partial: RunDir, state: StoredState, run: RunDir) -> None:
             here[each.name, model_digest(path)] = str(_folder(run, number) / each.name)
     if partial.code.exists():
         allowed = read_record(partial.code, AllowedCode)
-        write_record(partial.code, AllowedCode(files=_moved(allowed.files, here)))
+        moved = _moved(allowed.files, here)
+        write_record(partial.code, AllowedCode(files=moved))
+        for file, digest in moved.items():
+            _say(f"the run executes {Path(file).name} from the store, of SHA-256 {digest[:SHOWN]}")
     identity = read_record(partial.identity, RunIdentity)
     changes: dict[str, Any] = {"prefect_url": "", "code_sha256": _moved(identity.code_sha256, here)}
     if identity.tracking_uri.startswith(("sqlite:", "file:")):

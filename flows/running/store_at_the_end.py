@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 
 from onward.flows.running.flow_guard import SIGNALLED
-from onward.tasks.storing.run_sender import send_rest
+from onward.tasks.storing.run_sender import send_rest, signs_of_life
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.remote.stored_run import record_in
 
@@ -16,9 +16,10 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def stored(run: RunDir) -> Iterator[None]:
-    """Send behind the block, in which a flow of the run ends, what is not in its store yet."""
+    """Show in the store of a run that its flow lives, which is the block; send behind it what is not there yet."""
     try:
-        yield
+        with signs_of_life(run):
+            yield
     finally:
         # the run has ended already: neither an error nor a second Ctrl-C may change how
         try:

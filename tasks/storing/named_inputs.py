@@ -50,9 +50,13 @@ def named_inputs(run: RunDir) -> Iterator[NamedInput]:
 def data_of_this_machine(run: RunDir) -> list[str]:
     """Return the settings of [data] that name files of this machine, of which the store gets none."""
     config = read_config(run, "given")
-    named = [(key, str(value)) for key in PATHS for value in values_at(config, key.split(".")) if str(value)]
-    of_data = [(key, value) for key, value in named if key.startswith("data.") and key != "data.text.tokenizer"]
-    return [f"{key} {value}" for key, value in of_data if Path(value).is_absolute()]
+    here = []
+    for key in PATHS:
+        if key.startswith("data.") and key != "data.text.tokenizer":
+            # names of bundled data are no paths, and URLs are none of this machine
+            values = map(str, values_at(config, key.split(".")))
+            here += [f"{key} {value}" for value in values if Path(value).is_absolute()]
+    return here
 
 
 def _files(path: Path) -> dict[str, Path]:

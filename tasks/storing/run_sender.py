@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from onward.tasks.shown.mlflow_outages import Outage
@@ -31,7 +31,7 @@ from onward.tasks.shown.task_logger import Log
 from onward.tasks.storing.named_inputs import data_of_this_machine, named_inputs
 from onward.trainer.checkpoint.manifest import parse_manifest
 from onward.trainer.checkpoint.retention import announced
-from onward.trainer.errors import CheckpointError, ConfigError, Fenced, RuntimeUnavailable
+from onward.trainer.errors import CheckpointError, ConfigError, Fenced, RecordError, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.machine.priority import lower_priority
@@ -118,9 +118,8 @@ class RunSender:
             self._done.set()
             return
         self._transfer = _Transfer(run, self.sending, log)
-        # daemon threads: a store that never answers must not keep the flow alive
-        for work in (self._send, self._live):
-            threading.Thread(target=work, name="store", daemon=True).start()
+        # a daemon thread: a store that never answers must not keep the flow alive
+        threading.Thread(target=self._send, name="store", daemon=True).start()
 
     def offer(self, kept: Iterable[CheckpointInfo]) -> None:
         """Let these verified checkpoints, and no others, be in the store."""
@@ -145,17 +144,6 @@ class RunSender:
                 )
                 return False
         return self._is_complete
-
-    def _live(self) -> None:
-        """Give signs of life, by which a machine that wants to go on with the run knows that it is not lost."""
-        assert self.sending is not None
-        stored = StoredRun(self.sending.url)
-        count = time.time_ns()  # that no former flow of the run has written
-        while not self._done.is_set():
-            with contextlib.suppress(*AWAY):
-                stored.give_sign_of_life(self.sending.number, count)
-            count += 1
-            self._done.wait(ALIVE_PERIOD_S)
 
     def _send(self) -> None:
         lower_priority()
@@ -216,21 +204,24 @@ class _Transfer:
         for name, path in sent_files(self._run):
             with contextlib.suppress(FileNotFoundError):  # replaced or deleted just now: the next look has it
                 files[name] = self._sent(path, known)
+        files |= self._sent_log(state, known)
+        inputs = state.inputs
+        if not inputs:
+            for each in named_inputs(self._run):
+                sent = {name: self._sent(path, known) for name, path in each.files.items()}
+                found = StoredInput(setting=each.setting, location=each.location, name=each.name, files=sent)
+                inputs = (*inputs, found)
+        self._replace(state.model_copy(update={"files": files, "inputs": inputs}))
+
+    def _sent_log(self, state: StoredState, known: dict[str, StoredFile]) -> dict[str, StoredFile]:
+        """Return the segments of the event log in the store, after sending the new ones."""
         before = {name: file for name, file in state.files.items() if name.startswith(f"{EVENTS}/")}
         new = {name: self._written(name, content, known) for name, content in segments(self._run, before)}
+        if not new:
+            return before
         # those behind the first new one are of a log that has been replaced
-        first = min(map(start_of, new), default=None)
-        kept = {name: file for name, file in before.items() if first is None or start_of(name) < first}
-        inputs = state.inputs or tuple(
-            StoredInput(
-                setting=each.setting,
-                location=each.location,
-                name=each.name,
-                files={name: self._sent(path, known) for name, path in each.files.items()},
-            )
-            for each in named_inputs(self._run)
-        )
-        self._replace(state.model_copy(update={"files": files | kept | new, "inputs": inputs}))
+        first = min(map(start_of, new))
+        return {name: file for name, file in before.items() if start_of(name) < first} | new
 
     def lacks(self, info: CheckpointInfo) -> bool:
         """Return whether a checkpoint is not in the store."""
@@ -253,7 +244,7 @@ class _Transfer:
             self._passed_over.add(info.digest)
             return
         self._files.create(f"{key}/manifest.json", content)
-        stored = StoredCheckpoint(step=info.step, key=key, digest=info.digest, best=info.best)
+        stored = StoredCheckpoint(step=info.step, key=key, digest=info.digest, bytes=info.bytes, best=info.best)
         # of a step that was made again the former one goes
         others = [each for each in state.checkpoints if each.step != info.step]
         checkpoints = tuple(sorted([*others, stored], key=lambda each: each.step))
@@ -345,6 +336,31 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 def _files_of(state: StoredState) -> list[StoredFile]:
     return [*state.files.values(), *(file for each in state.inputs for file in each.files.values())]
+
+
+@contextlib.contextmanager
+def signs_of_life(run: RunDir) -> Iterator[None]:
+    """Let the store show that the flow of a run lives, as long as the block does, also before and behind the training.
+
+    A machine that wants to go on with the run waits for that, and takes the run if there is none.
+    """
+    ends = threading.Event()
+
+    def give() -> None:
+        count = time.time_ns()  # that no former flow of the run has written
+        while not ends.wait(0.0 if record_in(run).exists() else 0.5):
+            # a store that is away is reported by whoever sends
+            with contextlib.suppress(*AWAY, RecordError):
+                sending = read_record(record_in(run), Sending)
+                StoredRun(sending.url).give_sign_of_life(sending.number, count)
+                count += 1
+                ends.wait(ALIVE_PERIOD_S)
+
+    threading.Thread(target=give, name="signs of life", daemon=True).start()
+    try:
+        yield
+    finally:
+        ends.set()
 
 
 def send_rest(run: RunDir, log: Log) -> None:

@@ -210,7 +210,7 @@ class _Fake:
                 with contextlib.suppress(ConnectionError):
                     self.wfile.write(b"" if self.command == "HEAD" else content)
 
-            do_GET = do_HEAD = do_PUT = do_POST = answer  # noqa: N815
+            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer  # noqa: N815
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -241,6 +241,10 @@ def _answer_as_azure(fake: _Fake, request: _Request) -> Answer:
     common = {"x-ms-version": "2021-08-06", "x-ms-request-id": "1", "Date": email.utils.formatdate(0, usegmt=True)}
     if container != "bucket":
         return 404, b"", common | {"x-ms-error-code": "ContainerNotFound"}
+    if request.method == "DELETE":
+        return (404 if fake.files.pop(name, None) is None else 202), b"", common
+    if request.method == "PUT" and request.headers.get("If-None-Match") == "*" and name in fake.files:
+        return 409, b"", common | {"x-ms-error-code": "BlobAlreadyExists"}
     if request.method == "PUT":
         if request.query.get("comp") == "block":
             fake.blocks[request.query["blockid"]] = request.body

@@ -35,7 +35,12 @@ class S3Server:
         """Start it, again after `kill` with the same data; returns when it answers."""
         words = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self.folder}", "-filer", "-s3", "-volume.max=30"]
         words += [f"-{name}={port}" for name, port in self.ports.items()]
-        words += ["-s3.port.iceberg=0", f"-s3.config={self.folder / 's3.json'}", "-master.volumeSizeLimitMB=64"]
+        words += [
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            f"-s3.config={self.folder / 's3.json'}",
+            "-master.volumeSizeLimitMB=64",
+        ]
         with (self.folder / "weed.log").open("ab") as log:
             self.process = subprocess.Popen([WEED, "server", *words], stdout=log, stderr=log)
         client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.ports['s3.port']}")
@@ -55,6 +60,12 @@ class S3Server:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+        for port in self.ports.values():  # each has one beside it, 10,000 above, for its own messages
+            for left in [
+                *Path("/tmp").glob(f"seaweedfs-*-{port}.sock"),
+                *Path("/tmp").glob(f"seaweedfs-*-{port + 10_000}.sock"),
+            ]:
+                left.unlink(missing_ok=True)
 
 
 @dataclass
@@ -121,7 +132,6 @@ def s3_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Serve
     (folder / "s3.json").write_text(json.dumps({"identities": [who]}))
     with contextlib.ExitStack() as held:
         ports = {}
-        # each port's gRPC neighbour is 10,000 above it
         for name in ("master.port", "volume.port", "filer.port", "s3.port"):
             taken = held.enter_context(socket.socket())
             taken.bind(("127.0.0.1", 0))

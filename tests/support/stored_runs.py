@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -59,6 +60,7 @@ def save_step(run: RunDir, step: int, *, size: int = 2000, salt: int = 0) -> Non
     writer.sync()
     writer.close()
     partial = run.checkpoint(step).with_name(f"step-{step:09d}.partial-001")
+    shutil.rmtree(partial, ignore_errors=True)  # of a program that was killed here
     partial.mkdir(parents=True)
     files = []
     tensors = {}

@@ -81,7 +81,8 @@ def test_no_checkpoint_loads_wrong_and_none_that_was_announced_is_lost(
             process = started(run, step + 1)
             assert process.stdout is not None
             for _ in range(dice.randint(1, 4)):
-                assert process.stdout.readline().startswith("saved"), f"seed {seed}, round {number}"
+                log = (run.root / "program.log").read_text()
+                assert process.stdout.readline().startswith("saved"), f"seed {seed}, round {number}: {log[-3000:]}"
             inflict(fault, faults, server, dice)
             sending = record_if_written(record_in(run), Sending)
             if fault == "stop":

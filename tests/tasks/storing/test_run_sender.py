@@ -16,7 +16,14 @@ from onward.tasks.storing import run_sender
 from onward.tasks.storing.run_sender import RunSender, begin_sending, send_rest
 from onward.trainer.checkpoint.retention import announced, list_checkpoints
 from onward.trainer.checkpoint.verification import verify
-from onward.trainer.errors import CheckpointError, ConfigError, DataError, Fenced, RuntimeUnavailable
+from onward.trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Fenced,
+    RuntimeUnavailable,
+    StorageUnavailable,
+)
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
@@ -336,13 +343,24 @@ def test_a_run_that_lives_is_not_taken(
     assert send(run)
     monkeypatch.setattr(from_store, "SILENT_S", 5.0)
     monkeypatch.setattr(run_sender, "ALIVE_PERIOD_S", 0.2)
-    sender = RunSender(run, LOG)
-    try:
+    with run_sender.signs_of_life(run):
         elsewhere(tmp_path, monkeypatch)
         with pytest.raises(ConfigError, match=r"the run is trained on .*: stop it there"):
             fetch_run(f"{store}/{RUN_ID}")
-    finally:
-        sender.finish()
+    assert StoredRun(f"{store}/{RUN_ID}").newest_sender() == 1, "nothing was claimed"
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(
+    run: RunDir, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(run, 1)
+    assert send(run)
+    home = elsewhere(tmp_path, monkeypatch)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(StorageUnavailable, match=r"stored-1 in .* has .* kB, but .* has 1 kB free"):
+        fetch_run(f"{store}/{RUN_ID}")
+    assert not list(home.glob("runs/*"))
 
 
 def test_a_name_that_is_taken_here_is_given_another(

@@ -49,6 +49,11 @@ class Folder:
         shown = {path.relative_to(self._root).as_posix(): size for path, size in found.items()}
         return {name: size for name, size in shown.items() if not name.endswith(".partial")}
 
+    def folders(self) -> list[str]:
+        """Return the names of the directories in it."""
+        with self._explained():
+            return sorted(path.name for path in self._root.iterdir() if path.is_dir())
+
     def has(self, name: str) -> bool:
         """Return whether there is a file of that name."""
         with self._explained():
@@ -135,6 +140,12 @@ class Bucket:
             root = path.removesuffix(below.rstrip("/")).rstrip("/") + "/"
         return {name[len(root) :]: int(info["size"]) for name, info in found.items() if info["type"] == "file"}
 
+    def folders(self) -> list[str]:
+        """Return what follows the URL in the names of objects, up to a slash."""
+        with self._opened("") as (store, path):
+            found = store.ls(path, detail=True)
+        return sorted(each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
+
     def has(self, name: str) -> bool:
         """Return whether there is an object of that name."""
         with self._opened(name) as (store, path):
@@ -174,6 +185,8 @@ class Bucket:
     def create(self, name: str, content: bytes) -> None:
         """Write a small object unless there is one of that name. The caller reads which it is."""
         with self._opened(name, "written") as (store, path):
+            if store.exists(path):  # for a store that knows no condition and would replace it
+                return
             try:
                 store.pipe_file(path, content, mode="create")
             except Exception as error:

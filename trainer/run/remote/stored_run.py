@@ -76,6 +76,7 @@ class StoredCheckpoint(Record):
     """Its directory below STORE/RUN_ID."""
     digest: str
     """SHA-256 of its manifest, which has those of its files."""
+    bytes: int
     best: bool = False
 
 

@@ -136,9 +136,16 @@ def open_store(url: str) -> tuple[Any, str]:
         options["client_kwargs"] = {"trust_env": True, "timeout": timeout}
     if package == "gcsfs":  # it logs each error with a traceback, whose text may hold what `explained` leaves out
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    # a connection that was cut is reported by whoever used it, not also by the loop, with a traceback
+    logging.getLogger("asyncio").addFilter(_is_no_cut_connection)
     store, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
     store.invalidate_cache()
     return store, path
+
+
+def _is_no_cut_connection(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not type(error).__module__.startswith("aiohttp")
 
 
 @contextlib.contextmanager

@@ -172,7 +172,7 @@ def train(
                 with clock("optimizer"):
                     # `norm` is that of the unscaled gradients, so unscaling and clipping are one multiplication
                     reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
-                    summarise(events, step, model, config=config.monitor)
+                    summarise(events, step, model, config=config.monitor, is_last=step == num_steps)
                     trained.optimizer.step()
                     trained.averages.update(step)
                     scaler.grow()

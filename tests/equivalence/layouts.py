@@ -120,7 +120,7 @@ def make_case(case: Case, folder: Path) -> RunDir:
         "optimizer": {"name": "adamw", "learning_rate": 1e-3, "epsilon": 1e-3, "weight_decay": 0.01},
         "parallel": parallel,
         "checkpoint": {"period": 1, "keep_newest": 9},
-        "monitor": {"norms": ["*"], "summary_period": NUM_STEPS},
+        "monitor": {"norms": ["*"]},
     }
     for name, values in case.sections.items():
         sections[name] = {**sections.get(name, {}), **values} if isinstance(values, Mapping) else values

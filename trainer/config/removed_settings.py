@@ -197,6 +197,9 @@ REMOVED: Mapping[str, Removed] = {
     "monitor.cpu_peak": Removed(
         "the peak of CPUs is always measured, in a tenth of a second", (True,), _without_effect
     ),
+    "monitor.summary_period": Removed(
+        "histograms and norms are recorded every 100 steps and in the last one", (100,), _without_effect
+    ),
     "optimizer.adafactor": Removed(
         "Adafactor has the numbers of its paper, as torch.optim.Adafactor",
         (ADAFACTOR,),

@@ -13,6 +13,8 @@ from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.events import EventWriter, Histogram
 
 NUM_BINS = 30
+SUMMARY_PERIOD = 100
+"""Steps between histograms and norms."""
 
 
 class Model(Protocol):
@@ -23,13 +25,13 @@ class Model(Protocol):
     def full_weights(self, names: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]: ...
 
 
-def summarise(events: EventWriter, step: int, model: Model, *, config: MonitorConfig) -> None:
-    """Record the weights that `monitor.histograms` and `monitor.norms` match, every `monitor.summary_period` steps.
+def summarise(events: EventWriter, step: int, model: Model, *, config: MonitorConfig, is_last: bool) -> None:
+    """Record the weights that `monitor.histograms` and `monitor.norms` match, every 100 steps and in the last one.
 
     Call it after clipping and before the optimizer step, so that gradients are those of the update. Collective: every
     rank.
     """
-    if step % config.summary_period:
+    if step % SUMMARY_PERIOD and not is_last:
         return
     norms: dict[str, float] = {}
     # gathered once for both, since `full_weights` is collective and takes time

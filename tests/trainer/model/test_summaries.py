@@ -24,17 +24,19 @@ class Two:
         return {name: (weights[name], torch.full((6,), 0.5)) for name in names}
 
 
-def summaries(tmp_path: Path, step: int, **config: object) -> list[tuple[str, dict[str, object]]]:
+def summaries(
+    tmp_path: Path, step: int, *, is_last: bool = False, **config: object
+) -> list[tuple[str, dict[str, object]]]:
     writer = EventWriter(tmp_path / "events.jsonl", attempt=1, rank=0)
     try:
-        summarise(writer, step, Two(), config=MonitorConfig.model_validate({"summary_period": 10, **config}))
+        summarise(writer, step, Two(), config=MonitorConfig.model_validate(config), is_last=is_last)
     finally:
         writer.close()
     return [(event.kind, event.model_dump()) for event, _ in read_events(tmp_path / "events.jsonl")]
 
 
 def test_histograms_count_every_value_of_weight_and_gradient(tmp_path: Path) -> None:
-    found = summaries(tmp_path, 20, histograms=["*.weight"])
+    found = summaries(tmp_path, 200, histograms=["*.weight"])
     assert [fields["name"] for _, fields in found] == ["weight/conv.weight", "gradient/conv.weight"]
     for _, fields in found:
         counts, edges = fields["counts"], fields["edges"]
@@ -45,7 +47,7 @@ def test_histograms_count_every_value_of_weight_and_gradient(tmp_path: Path) -> 
 
 
 def test_norms_are_l2(tmp_path: Path) -> None:
-    ((kind, fields),) = summaries(tmp_path, 10, norms=["conv.bias"])
+    ((kind, fields),) = summaries(tmp_path, 100, norms=["conv.bias"])
     assert kind == "scalars"
     assert fields["values"] == pytest.approx(
         {"train/weight_norm/conv.bias": 91**0.5, "train/gradient_norm/conv.bias": 1.5**0.5}
@@ -53,4 +55,9 @@ def test_norms_are_l2(tmp_path: Path) -> None:
 
 
 def test_between_its_periods_nothing_is_recorded(tmp_path: Path) -> None:
-    assert summaries(tmp_path, 15, histograms=["*"], norms=["*"]) == []
+    assert summaries(tmp_path, 150, histograms=["*"], norms=["*"]) == []
+
+
+def test_the_last_step_is_recorded_too(tmp_path: Path) -> None:
+    ((kind, _),) = summaries(tmp_path, 150, norms=["conv.bias"], is_last=True)
+    assert kind == "scalars"

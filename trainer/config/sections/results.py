@@ -64,11 +64,10 @@ class MonitorConfig(Section):
     report: bool = True
     """Write the report of the run, report.html in its directory, when its flow ends."""
     histograms: tuple[str, ...] = ()
-    """Glob patterns of weights whose values and gradients are recorded as histograms."""
+    """Glob patterns of weights whose values and gradients are recorded as histograms, every 100 steps and in the last
+    one."""
     norms: tuple[str, ...] = ()
-    """Glob patterns of weights whose L2 norm and gradient norm are recorded."""
-    summary_period: PositiveInt = 100
-    """Steps between histograms and norms."""
+    """Glob patterns of weights whose L2 norm and gradient norm are recorded, in the same steps."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """The first and the last step to profile, such as `[20, 24]`: where their time goes, by node of the ONNX file. Each
     rank leaves a table and a trace for Perfetto in `profile/`. Empty = none. The weights do not depend on it."""

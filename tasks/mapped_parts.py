@@ -125,7 +125,7 @@ def _task_runner(shard_on: str) -> Any:
     address = "" if shard_on in LOCAL else shard_on
     engine = engine_of(shard_on)
     # an extra, and imported only here
-    library = importlib.import_module(f"prefect_{engine}")
+    library: Any = importlib.import_module(f"prefect_{engine}")
     if engine == "ray":
         here = {"num_cpus": usable_cores(), "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         return library.RayTaskRunner(address=address) if address else library.RayTaskRunner(init_kwargs=here)

@@ -54,7 +54,9 @@ def shard_data(run: RunDir) -> ShardManifest:
     # again, now with the extremes of all rows: `configure` has seen the first ones only
     if problems := data_problems(config, manifest.table, fitted=manifest.fitted):
         raise ConfigError(problems)
-    stream = sample_stream(manifest.sizes or (manifest.rows("train"),), config.data, config.train)
+    stream = sample_stream(
+        manifest.sizes or (manifest.rows("train"),), manifest.size_bytes("train"), config.data, config.train
+    )
     _refuse_changes(run, manifest.key)
     _link(run.shards, directory)
     write_resolved(run)
@@ -119,8 +121,7 @@ def _record(run: RunDir, data: DataConfig, manifest: ShardManifest) -> None:
     splits = []
     for split in get_args(Split):
         if split in digests:
-            num_bytes = sum(file.bytes for file in manifest.files(split))
-            profile = {"num_rows": manifest.rows(split), "num_bytes": num_bytes}
+            profile = {"num_rows": manifest.rows(split), "num_bytes": manifest.size_bytes(split)}
             splits.append(
                 DataSplit(
                     f"{name}/{split}", "training" if split == "train" else split, digests[split], profile, columns

@@ -14,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from onward.infra.mlflow.mlflow_store import TrackingError
 from onward.infra.mlflow.model_package import Port
 from onward.infra.mlflow.tracking import DataSplit, Tracker
+from onward.tasks.mapped_parts import MappedParts
 from onward.tasks.shown.mlflow_tags import digests_of
 from onward.tasks.shown.task_logger import IN_RESULT
 from onward.trainer.config.sections.data import DataConfig
@@ -21,6 +22,7 @@ from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.resolve import write_resolved
 from onward.trainer.data.storage.first_rows import source_bytes
+from onward.trainer.data.storage.part_processes import THIS_MACHINE
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.sharding_progress import speed
 from onward.trainer.data.storage.shards import ShardFile, ShardManifest, Split
@@ -42,13 +44,19 @@ def shard_data(run: RunDir) -> ShardManifest:
     """
     config = read_config(run)
     started_at = time.monotonic()
-    directory, manifest, cached = make_training_shards(
-        config, onward_home() / "shards", report=lambda sharded: note_in_phase(run, str(sharded))
-    )
+    with MappedParts(config.data.shard_on) as mapped:
+        directory, manifest, cached = make_training_shards(
+            config,
+            onward_home() / "shards",
+            report=lambda sharded: note_in_phase(run, str(sharded)),
+            runner=mapped if config.data.shard_on else THIS_MACHINE,
+        )
     # again, now with the extremes of all rows: `configure` has seen the first ones only
     if problems := data_problems(config, manifest.table, fitted=manifest.fitted):
         raise ConfigError(problems)
-    stream = sample_stream(manifest.sizes or (manifest.rows("train"),), config.data, config.train)
+    stream = sample_stream(
+        manifest.sizes or (manifest.rows("train"),), manifest.size_bytes("train"), config.data, config.train
+    )
     _refuse_changes(run, manifest)
     _link(run.shards, directory)
     write_resolved(run)
@@ -128,8 +136,7 @@ def _record(run: RunDir, data: DataConfig, manifest: ShardManifest) -> None:
     splits = []
     for split in get_args(Split):
         if split in digests:
-            num_bytes = sum(file.bytes for file in manifest.files(split))
-            profile = {"num_rows": manifest.rows(split), "num_bytes": num_bytes}
+            profile = {"num_rows": manifest.rows(split), "num_bytes": manifest.size_bytes(split)}
             splits.append(
                 DataSplit(
                     f"{name}/{split}", "training" if split == "train" else split, digests[split], profile, columns

@@ -121,9 +121,9 @@ def names(requirements: list[Requirement]) -> set[str]:
     return {canonicalize_name(requirement.name) for requirement in requirements}
 
 
-IMPORTED_BY_OTHERS = {"onnxscript", "fastapi", "s3fs"}
+IMPORTED_BY_OTHERS = {"onnxscript", "fastapi", "s3fs", "prefect-dask", "prefect-ray"}
 """Declared though no module here imports them: torch.onnx needs the first, Prefect a bound on the second, fsspec the
-third."""
+third; the last two are imported by a name that is computed."""
 DATA_EXTRAS = ("text", "metrics", "audio", "remote")
 """Extras whose packages are imported only where a configuration needs them."""
 

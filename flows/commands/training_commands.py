@@ -101,7 +101,7 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read checkpoints again and compare every byte with its digest.
+    """Read checkpoints, shards and the data again and compare every byte with its digest.
 
     With `--replay` a part of the run is trained again in a scratch directory, in the same layout; it must reach the
     same bits.
@@ -115,6 +115,7 @@ def verify(
     if not as_json:
         checkpoints = checked.checkpoints if isinstance(checked, CheckedRun) else (checked,)
         rows = [(checkpoint.name, "differs" if checkpoint.problems else "as saved") for checkpoint in checkpoints]
+        rows += [(each.name, each.result) for each in (checked.data if isinstance(checked, CheckedRun) else ())]
         table(rows, heads=("checkpoint", "result"))
     if replay and not problems:
         replayed = verify_run.replay(source, from_step=from_step)

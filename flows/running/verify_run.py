@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def verify(source: AnyPath = "last") -> CheckedRun | CheckedCheckpoint:
-    """Read the checkpoints of a run again, or one checkpoint, and compare every byte with its digest.
+    """Read the checkpoints of a run and its data again, or one checkpoint, and compare every byte with its digest.
 
     `source`: a checkpoint directory, a bundle, or a run as `status` takes it. What is wrong is in `problems`.
     Raises ConfigError when there is no such run, CheckpointError when it has no checkpoint.

@@ -19,6 +19,7 @@ from onward.infra.job.launcher import Ranks
 from onward.tasks.attempts.jobs import launcher_of
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.tasks.checks.registered_models import store_of
+from onward.tasks.mapped_parts import engine_problems
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
@@ -59,6 +60,8 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
     compiles = graph is not None and graph.compiles
     if compiles and runs_here and (missing := missing_compiler()):
         problems.append(missing)
+    if data := sections.get("data"):
+        problems += engine_problems(data.shard_on)
     if resumed:
         return problems
     if monitor := sections.get("monitor"):

@@ -18,7 +18,7 @@ from onward.flows.running.replayed_training import choose
 from onward.trainer.checkpoint.manifest import NO_DIGEST, Manifest, read_manifest, serialise
 from onward.trainer.checkpoint.verification import CheckedRun
 from onward.trainer.errors import CheckpointError, ConfigError
-from onward.trainer.run.directory import RunDir
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256
 from tests.support import graphs
 from tests.support.runs import make_run, train_run, train_until
@@ -116,6 +116,28 @@ def test_a_flipped_bit_ends_with_exit_status_4_and_the_file(copied: RunDir) -> N
     assert status == 4
     assert "step-000000004: checkpoint" in problems
     assert "rank-00000.safetensors has SHA-256" in problems
+
+
+def test_changed_shards_and_a_changed_source_end_with_exit_status_4(copied: RunDir) -> None:
+    _, shown, _ = verify(copied.root)
+    assert [line.split()[-1] for line in shown.splitlines() if line.strip().startswith("shards")] == ["written"]
+    shards = copied.shards.resolve()
+    copied.shards.unlink()
+    shutil.copytree(shards, copied.shards)
+    file = copied.shards / "train-00000.arrow"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    status, _, problems = verify(copied.root)
+    assert status == 4
+    assert "train-00000.arrow has SHA-256" in problems
+    source = Path(read_config(copied).data.source)
+    content = bytearray(source.read_bytes())
+    try:
+        source.write_bytes(content + b"\0")
+        assert "changed since it was sharded (key" in verify(copied.root)[2]
+    finally:
+        source.write_bytes(content)
 
 
 def test_which_steps_a_replay_takes(trained: RunDir) -> None:

@@ -24,7 +24,8 @@ from onward.trainer.checkpoint.manifest import (
 from onward.trainer.checkpoint.retention import list_checkpoints, list_damaged
 from onward.trainer.distributed.weights import NUM_NAMED, overlap
 from onward.trainer.errors import CheckpointError, printable
-from onward.trainer.run.directory import RunDir
+from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.recorded.checked_data import CheckedData
 from onward.trainer.run.recorded.sweep_records import membership
 from onward.trainer.run.records import CheckpointInfo, Record
 
@@ -110,10 +111,11 @@ class CheckedCheckpoint(Record):
 
 
 class CheckedRun(Record):
-    """The checkpoints that a run keeps, and all that is wrong with them."""
+    """The checkpoints that a run keeps and its data, and all that is wrong with them."""
 
     run: str
     checkpoints: tuple[CheckedCheckpoint, ...]
+    data: tuple[CheckedData, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -127,13 +129,17 @@ def check_checkpoint(path: Path) -> CheckedCheckpoint:
 
 
 def check_run(run: RunDir) -> CheckedRun:
-    """Read every kept checkpoint of a run again. Raises CheckpointError when there is none."""
+    """Read every kept checkpoint of a run and its data again. Raises CheckpointError when there is no checkpoint."""
     kept = tuple(check_checkpoint(path) for path in list_checkpoints(run))
     if not kept and not list_damaged(run):
         raise CheckpointError(f"run {run.root.name} has no checkpoint to verify")
+    from onward.trainer.data.storage.sharding import check_data  # imported here: ranks verify checkpoints, and no data
+
     problems = [f"{checkpoint.name}: {problem}" for checkpoint in kept for problem in checkpoint.problems]
     problems += [f"{path.name} was found damaged before, and is kept for examination" for path in list_damaged(run)]
-    return CheckedRun(run=run.root.name, checkpoints=kept, problems=tuple(problems))
+    data = check_data(read_config(run), run.shards)
+    problems += [problem for each in data for problem in each.problems]
+    return CheckedRun(run=run.root.name, checkpoints=kept, data=data, problems=tuple(problems))
 
 
 def newest_complete(run: RunDir, *, beat: Beat = lambda: None) -> VerifiedCheckpoint | None:

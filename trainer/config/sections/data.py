@@ -86,6 +86,11 @@ class DataConfig(Section):
     """What happens at a row that cannot be read: `fail` stops with its file and line, `skip` counts it and goes on."""
     rows_per_shard: PositiveInt = 65536
     """Rows in one shard file. Sharding needs memory in proportion to it."""
+    shard_on: Annotated[str, Field(pattern=r"^$|^(dask|ray)$|^(tcp|tls|ray)://.+")] = ""
+    """Where the parts of a large source are written as shards; empty = on all cores of this machine. `dask` and `ray`
+    map Prefect tasks over a cluster that is started on this machine, an address (tcp://HOST:8786 of Dask,
+    ray://HOST:10001) over that cluster, whose workers must see the directories of the data and of ONWARD_HOME. The
+    shards are the same."""
     pad_values: dict[str, float] = {}
     """Column of variable length -> the value that pads its shorter rows in a batch; without an entry 0,
     `model.ignore_index` for labels, and for what is computed from strings the value that the model itself pads with."""

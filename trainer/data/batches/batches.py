@@ -30,6 +30,7 @@ from onward.trainer.data.batches.device_copies import DeviceCopies
 from onward.trainer.data.batches.row_lengths import RowLengths
 from onward.trainer.data.batches.row_padding import least_lengths, longest_row, padded_rows
 from onward.trainer.data.batches.sample_stream import sample_stream
+from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
 from onward.trainer.data.batches.step_shares import check_last_samples, divide, end_of_share
 from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.batch_transforms import Samples
@@ -116,8 +117,7 @@ class Batches:
     Every replica has the same number of micro-batches in each step, because ZeRO gathers weights from all replicas in
     each pass. Memory: the samples of two steps of this replica; shard files are memory-mapped.
 
-    `signature`: the inputs and outputs of the graph that is trained. Raises ConfigError for missing columns, and as
-    `check_last_samples`.
+    signature: of the graph that is trained. Raises ConfigError for missing columns, and as `check_last_samples`.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class Batches:
     ) -> None:
         self._shards = shards
         self.num_rows = shards.num_rows
-        self._stream: Stream = sample_stream(shards.sizes, config.data, config.train)
+        samples = sample_stream(shards.sizes, shards.size_bytes, config.data, config.train)
+        self._stream: Stream = samples
         self._collate = _Collate(shards, config, signature, device)
         if config.train.shuffle == "length":
             lengths = shards.lengths(self._collate.varying)
-            train = config.train
-            self._stream = BalancedOrder(self._stream, lengths, step=train.global_batch_size, seed=train.seed)
+            self._stream = BalancedOrder(samples, lengths, step=config.train.global_batch_size, seed=config.train.seed)
         self.one_shape = self._collate.one_shape
         """Whether the inputs of all samples have one shape."""
         self.counts = self._collate.counts
@@ -150,6 +150,7 @@ class Batches:
         self._same_length = config.parallel.pipeline > 1
         # one worker: batches are made in the order of the steps
         self._worker = ThreadPoolExecutor(max_workers=1, initializer=_set_device, initargs=(device,))
+        self._ahead = ShardReadAhead(shards, samples)
         # (position, count) of what is prepared, and the batches
         self._next: tuple[tuple[int, int], Future[list[Batch]]] | None = None
         self.wait_s = 0.0
@@ -179,8 +180,7 @@ class Batches:
         """Return the first micro-batch of a stream of one replica: the same on every rank, used for its shapes."""
         # without positions nothing random is drawn
         batch = self._collate(Samples(self.rows(0, self._micro_batch_size)))
-        self._collate.finish([batch])
-        return batch
+        return self._collate.finish([batch])[0]
 
     def first_lengths(self, most: int) -> Array:
         """Return the lengths of the first rows of the data, the same on every rank: int64 [rows, varying inputs]."""
@@ -194,7 +194,8 @@ class Batches:
         return self._stream.rows(np.arange(position, position + count))
 
     def close(self) -> None:
-        """Stop the background thread and drop what it has prepared."""
+        """Stop the background threads and drop what they have prepared."""
+        self._ahead.close()
         self._worker.shutdown(cancel_futures=True)
 
     def _prepare(self, position: int) -> None:
@@ -204,19 +205,20 @@ class Batches:
             self._next = (position, count), self._worker.submit(self._make, position, count)
 
     def _make(self, position: int, count: int) -> list[Batch]:
+        self._ahead.reach(position)
         size = self._micro_batch_size
         num = self._num_replicas
-        fill = self._collate.full
+        full = self._collate.full
         # a balanced stream deals the samples of the step out to the replicas, which needs the size of each share
-        ends = [end_of_share(count, size, replica, num, full=fill) for replica in range(num)]
+        ends = [end_of_share(count, size, replica, num, full=full) for replica in range(num)]
         positions = self._stream.dealt(np.arange(position, position + count), np.diff(ends, prepend=0))
-        share = divide(positions, size, self._replica, num, full=fill)
+        share = divide(positions, size, self._replica, num, full=full)
         parts = [self._samples(part, position) for part in share.micro_batches]
         if share.full_everywhere:
             return self._collate.several(parts, same_length=self._same_length)
         # the last one has a group of its own, because on some replica it is smaller than those before it
-        full = self._collate.several(parts[:-1], same_length=self._same_length)
-        return [*full, self._collate(parts[-1], is_padding=share.last_is_padding, group=1)]
+        last = self._collate(parts[-1], is_padding=share.last_is_padding, group=1)
+        return [*self._collate.several(parts[:-1], same_length=self._same_length), last]
 
     def _samples(self, positions: Array, step: int) -> Samples:
         return Samples(self._stream.rows(positions), positions, self._read, step)

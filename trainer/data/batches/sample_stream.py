@@ -25,6 +25,12 @@ import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.training import TrainConfig
+from onward.trainer.data.batches.block_order import (
+    WINDOW_BLOCKS,
+    permutation_in_blocks,
+    ranges_of_window,
+    rows_per_block,
+)
 from onward.trainer.data.schema.permutation import Array, permutation
 from onward.trainer.errors import ConfigError
 
@@ -33,11 +39,15 @@ class SampleStream:
     """The rows of the training split in the order of training.
 
     sizes: training rows of each source, which follow each other in the split. Without `shuffle`, an epoch takes one
-    source after the other. Raises ConfigError for a weight so small that an epoch has no sample of the source.
+    source after the other. block: shuffle blocks of so many rows (block_order.py); 0 = all rows. Raises ConfigError for
+    a weight so small that an epoch has no sample of the source.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool, block: int = 0
+    ) -> None:
         self.num_rows = sum(sizes)
+        self._block = block
         self._sizes = sizes
         self._seed = seed
         self._shuffle = shuffle
@@ -58,7 +68,31 @@ class SampleStream:
         if self._shuffle:
             for epoch in np.unique(epochs).tolist():
                 now = epochs == epoch
-                slots[now] = permutation(slots[now], self.num_rows, seed=self._seed, epoch=epoch)
+                slots[now] = self._permuted(slots[now], self.num_rows, epoch)
+        return self._rows_at(slots, epochs)
+
+    def read_with(self, position: int) -> tuple[Array, int]:
+        """Return the ranges of rows that are read together with the row at a position, but for a few of the rows.
+
+        Only of a stream in blocks. Returns the first rows of the ranges, int64 [n], and how many rows each has.
+        """
+        epoch, place = divmod(position, self.num_rows)
+        ranges = ranges_of_window(place, self.num_rows, self._block)
+        slots = self._permuted(ranges.firsts, self.num_rows, epoch, mixed=False)
+        return self._rows_at(slots, np.full(len(slots), epoch)), ranges.length
+
+    @property
+    def window(self) -> int:
+        """Return how many positions of an epoch have rows that are read together; 0 = all."""
+        return self._block * WINDOW_BLOCKS
+
+    def _permuted(self, places: Array, size: int, epoch: int | str, *, mixed: bool = True) -> Array:
+        if self._block:
+            return permutation_in_blocks(places, size, self._block, seed=self._seed, epoch=epoch, mixed=mixed)
+        return permutation(places, size, seed=self._seed, epoch=epoch)
+
+    def _rows_at(self, slots: Array, epochs: Array) -> Array:
+        """Return the rows at slots of epochs, each int64 [n]."""
         first_row = first_slot = 0
         rows = np.empty_like(slots)
         for number, (size, share) in enumerate(zip(self._sizes, self.shares, strict=True)):
@@ -83,14 +117,19 @@ class SampleStream:
         if self._shuffle and self.shares[number] != size:
             for each in np.unique(passes).tolist():
                 now = passes == each
-                rows[now] = permutation(rows[now], size, seed=self._seed, epoch=f"{each} of source {number}")
+                # of blocks, the slots have mixed the rows of a window already
+                rows[now] = self._permuted(rows[now], size, f"{each} of source {number}", mixed=False)
         return rows
 
 
-def sample_stream(sizes: Sequence[int], data: DataConfig, train: TrainConfig) -> SampleStream:
-    """Return the order in which a run takes its training rows, `sizes` of each source. Raises as SampleStream does."""
+def sample_stream(sizes: Sequence[int], size_bytes: int, data: DataConfig, train: TrainConfig) -> SampleStream:
+    """Return the order in which a run takes its training rows, `sizes` of each source. Raises as SampleStream does.
+
+    size_bytes: of all of them, in the shards.
+    """
     weights = [source.weight for source in data.mixture]
-    return SampleStream(sizes, weights, seed=train.seed, shuffle=bool(train.shuffle))
+    block = rows_per_block(size_bytes, sum(sizes)) if train.shuffle == "blocks" else 0
+    return SampleStream(sizes, weights, seed=train.seed, shuffle=bool(train.shuffle), block=block)
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:

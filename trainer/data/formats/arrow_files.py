@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import pyarrow.compute as pc
 
 from onward.trainer.bounds import ROW_BYTES, check_regular
 from onward.trainer.data.formats.arrow_sizes import check_sizes, dictionary_bytes
+from onward.trainer.data.formats.page_advice import advise_random, advise_range
 from onward.trainer.data.schema.columns import BLOCK_BYTES, BYTES, TEXT, Array, Block, Cells, Column, Values
 from onward.trainer.data.schema.file_parts import FilePart
 from onward.trainer.errors import DataError
@@ -82,7 +84,10 @@ class ArrowReader:
     def __init__(self, path: Path, columns: Sequence[Column]) -> None:
         self._kinds = [(column.name, column.dtype, column.shape, column.variable) for column in columns]
         with _refusing(path):
-            file = pa.ipc.open_file(pa.memory_map(str(path)))
+            mapped = pa.memory_map(str(path))
+            self._place = mapped.read_buffer(1).address
+            self._size_bytes = mapped.size()
+            file = pa.ipc.open_file(mapped)
             batches = [file.get_batch(number) for number in range(file.num_record_batches)]
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
         self.num_rows = int(self._starts[-1])
@@ -117,6 +122,19 @@ class ArrowReader:
                 # contents may be large: none is copied twice
                 gathered[:] = [views[batch][0][at].as_py() for _, batch, at in each]
         return result
+
+    def read_nothing_around(self) -> None:
+        """Let the kernel read only the pages of the rows that are read, and none around them."""
+        advise_random(self._place, self._size_bytes)
+
+    def read_ahead_of(self, first: int, end: int) -> None:
+        """Let the kernel read the rows from `first` to the one before `end`."""
+        for number, (start, stop) in enumerate(pairwise(self._starts.tolist())):
+            if start < end and stop > first:
+                wanted = slice(max(first, start) - start, min(end, stop) - start)
+                for views in self._views.values():
+                    for address, size in _extents(views[number], wanted):
+                        advise_range(address, size)
 
     def lengths(self, name: str) -> Array:
         """Return the length of each row of a column of varying length: int64 [rows]."""
@@ -161,6 +179,23 @@ def _views(array: pa.Array, column: Column) -> tuple[Any, ...]:
     if column.variable:
         return array.values.to_numpy().view(column.dtype), array.offsets.to_numpy()
     return ((array.to_numpy_ndarray() if column.shape else array.to_numpy()).view(column.dtype),)
+
+
+def _extents(views: tuple[Any, ...], rows: slice) -> Iterator[tuple[int, int]]:
+    """Yield (address, bytes) of what the rows of one record batch take in a column."""
+    if isinstance(views[0], pa.Array):
+        _, offsets, values = views[0].buffers()
+        bounds = np.frombuffer(offsets, np.int64)[rows.start : rows.stop + 1]
+        yield bounds.ctypes.data, bounds.nbytes
+        yield values.address + int(bounds[0]), int(bounds[-1] - bounds[0])
+        return
+    parts = [views[0][rows]]
+    if len(views) > 1:
+        flat, offsets = views
+        bounds = offsets[rows.start : rows.stop + 1]
+        parts = [bounds, flat[bounds[0] : bounds[-1]]]
+    for part in parts:
+        yield part.ctypes.data, part.nbytes
 
 
 def _row(views: tuple[Array, ...], at: int) -> Array:

@@ -52,6 +52,12 @@ class ProtoReader:
         """Return every tensor of one sample, by name."""
         return _parse(self._path, self._data, self._starts[row])
 
+    def read_nothing_around(self) -> None:
+        """Do nothing: rows are found in the order of the file."""
+
+    def read_ahead_of(self, first: int, end: int) -> None:
+        """Do nothing, likewise."""
+
     def lengths(self, name: str) -> Array:
         """Return the length of each row of a column of varying length: int64 [rows]."""
         return np.array([len(self.sample(row)[name]) for row in range(self.num_rows)], np.int64)

@@ -1,6 +1,6 @@
 """Find out how many rows a run will train and evaluate on, without writing shards, as far as that is cheap.
 
-shards in the cache     their key is a digest of the source, which is computed if it has less than DIGESTED_BYTES
+shards in the cache     their key is a digest of the source, which is known, or computed below DIGESTED_BYTES
 a small source          its rows are counted (COUNTED_BYTES in first_rows.py)
 else                    not known before the data is sharded
 """
@@ -13,7 +13,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows, source_bytes
 from onward.trainer.data.storage.recipe import recipe_of
-from onward.trainer.data.storage.sharding import cache_key
+from onward.trainer.data.storage.sharding import cache_key, is_known
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.records import Record, read_record
@@ -59,10 +59,13 @@ def _evaluated(most: int, train: int, evaluation: int, source: str, *, shard_byt
 
 
 def cached_shards(config: RunConfig, cache: Path) -> ShardManifest | None:
-    """Return the manifest of the shards that the run would use, if they exist and the source is not very large."""
-    if not cache.is_dir() or source_bytes(config.data) > DIGESTED_BYTES:
+    """Return the manifest of the shards that the run would use, if they exist and finding them takes no long time."""
+    if not cache.is_dir():
         return None
-    key = cache_key(recipe_of(config, read_training_signature(config.model)))
+    recipe = recipe_of(config, read_training_signature(config.model))
+    if source_bytes(config.data) > DIGESTED_BYTES and not is_known(recipe, cache):
+        return None
+    key = cache_key(recipe, cache)
     try:
         return read_record(cache / key / "manifest.json", ShardManifest)
     except (OnwardError, OSError):

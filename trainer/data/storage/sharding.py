@@ -19,10 +19,11 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
@@ -35,20 +36,25 @@ from onward.trainer.data.schema.columns import MAX_NAMED_ROWS, Schema, fit_block
 from onward.trainer.data.schema.fitted import Fitted, all_fitted
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.files_of_cells import digests_of_named_files, naming_columns, outside_files
+from onward.trainer.data.storage.known_content import known_before, once_read
 from onward.trainer.data.storage.label_statistics import with_label_statistics
 from onward.trainer.data.storage.part_processes import THIS_MACHINE
 from onward.trainer.data.storage.recipe import Recipe, recipe_of, stored_columns
 from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.sharding_progress import Report
-from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, damaged_files
+from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Split, damaged_files
 from onward.trainer.data.storage.written_parts import StepRunner, is_divided
 from onward.trainer.data.storage.written_shards import write_shards
 from onward.trainer.errors import DataError, OnwardError
 from onward.trainer.run.durable_files import fsync, sha256
+from onward.trainer.run.machine.this_machine import usable_cores
+from onward.trainer.run.recorded.checked_data import CheckedData
 from onward.trainer.run.records import read_record, write_record
 
 log = logging.getLogger(__name__)
 
+KNOWN = ".known"
+"""The folder of the cache with what known_content.py keeps."""
 STALE_S = 86400.0
 """A partial directory that is older than this was left by a process that died."""
 
@@ -60,7 +66,7 @@ COUNTED_OTHERWISE = frozenset(
     | {"image", "audio", "text", "table", "files_from"}  # by the digests of computers and of the files that cells name
 )
 """Settings of [data] that decide the shards by way of something else that is in the key."""
-HARMLESS = frozenset({"evaluation_rows", "pad_values"})
+HARMLESS = frozenset({"evaluation_rows", "pad_values", "shard_on"})
 """Settings of [data] that do not change the shards. A new setting counts until it is listed here."""
 
 
@@ -131,7 +137,7 @@ def shard(
     Raises DataError: bad rows (policy `fail`) with file and line, no rows for a split, unreadable files; and as
     `check_space`.
     """
-    key = cache_key(recipe)
+    key = cache_key(recipe, cache)
     final = cache / key
     if manifest := _intact_manifest(final, explain=True):
         return final, manifest, True
@@ -154,12 +160,63 @@ def shard(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def cache_key(recipe: Recipe) -> str:
-    """Digest all that decides the content of the shards: file names and contents, settings, columns, computed ones."""
-    data = recipe.data
+def cache_key(recipe: Recipe, cache: Path | None = None) -> str:
+    """Digest all that decides the content of the shards: file names and contents, settings, columns, computed ones.
+
+    cache: where the keys of large sources are known, if these did not change; None = every byte is read.
+    """
     located = sources.all_sources(recipe.data)
+    files = [path for source in located for _, path in source.files]
+
+    def read() -> str:
+        return _key(recipe, located, _digests(files))
+
+    # the files that cells name are found by reading the table
+    if cache is None or naming_columns(recipe.data, recipe.columns):
+        return read()
+    return once_read(cache / KNOWN, ["source", _key(recipe, located, {})], files, read)
+
+
+def check_data(config: RunConfig, directory: Path) -> tuple[CheckedData, ...]:
+    """Read every byte of the shards in a directory, and of the source that they were made of. () if they are gone."""
+    if not directory.is_dir():
+        return ()
+    try:
+        manifest = read_record(directory / "manifest.json", ShardManifest)
+        problems = tuple(damaged_files(directory, manifest))
+    except OnwardError as error:
+        return (CheckedData(name="shards", result="differ", problems=error.problems),)
+    shards = CheckedData(name="shards", result="differ" if problems else "as written", problems=problems)
+    try:
+        key = cache_key(recipe_of(config, read_training_signature(config.model)))
+    except (OnwardError, OSError) as error:
+        # a source may be gone after it was sharded
+        return shards, CheckedData(name="source", result=f"cannot be read: {error}")
+    if key == manifest.key:
+        return shards, CheckedData(name="source", result="as sharded")
+    changed = f"{config.data.source} changed since it was sharded (key {manifest.key[:12]}, now {key[:12]})"
+    return shards, CheckedData(name="source", result="differs", problems=(changed,))
+
+
+def is_known(recipe: Recipe, cache: Path) -> bool:
+    """Return whether `cache_key` reads none of the source's files, because their content is known."""
+    located = sources.all_sources(recipe.data)
+    files = [path for source in located for _, path in source.files]
+    if naming_columns(recipe.data, recipe.columns):
+        return False
+    return known_before(cache / KNOWN, ["source", _key(recipe, located, {})], files)
+
+
+def _digests(files: Sequence[Path]) -> dict[Path, str]:
+    # SHA-256 lets other threads run
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        return dict(zip(files, threads.map(sha256, files), strict=True))
+
+
+def _key(recipe: Recipe, located: Sequence[sources.Source], digests: Mapping[Path, str]) -> str:
+    data = recipe.data
     # contents and not modification times: a copied or touched file gives the same shards
-    files = [[source.format, *((name, sha256(path)) for name, path in source.files)] for source in located]
+    files = [[source.format, *((name, digests.get(path, "")) for name, path in source.files)] for source in located]
     settings = counted_settings(data, {source.format for source in located})
     content = [SHARD_VERSION, settings, files, [column.model_dump() for column in recipe.columns]]
     content += [computer.digest for computer in recipe.computers]
@@ -199,12 +256,25 @@ def _intact_manifest(directory: Path, *, explain: bool = False) -> ShardManifest
         return None
     try:
         manifest = read_record(directory / "manifest.json", ShardManifest)
-        damaged = damaged_files(directory, manifest)
+        damaged = _damage(directory, manifest)
     except (OnwardError, OSError) as error:
         damaged = [str(error)]
     if damaged and explain:
         log.warning("the shards are made again, because they are damaged: %s", "; ".join(damaged[:MAX_NAMED_ROWS]))
     return None if damaged else manifest
+
+
+def _damage(directory: Path, manifest: ShardManifest) -> list[str]:
+    """Return what is damaged. Large files that were intact before, and did not change since, are not read again."""
+    problems: list[str] = []
+
+    def read() -> str:
+        problems.extend(damaged_files(directory, manifest))
+        return "" if problems else "intact"
+
+    files = [directory / file.name for split in get_args(Split) for file in manifest.files(split)]
+    once_read(directory.parent / KNOWN, ["shards", manifest.model_dump_json()], files, read)
+    return problems
 
 
 def _publish(partial: Path, final: Path) -> ShardManifest | None:

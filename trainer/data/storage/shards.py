@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol, Self
@@ -22,6 +24,7 @@ import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.formats.arrow_files import ArrowReader
+from onward.trainer.data.formats.page_advice import advise_file
 from onward.trainer.data.formats.tensorproto_files import ProtoReader
 from onward.trainer.data.schema.columns import Array, Column, Schema, Values
 from onward.trainer.data.schema.fitted import Fitted
@@ -90,6 +93,10 @@ class ShardManifest(Record):
         """Return the number of rows of a split."""
         return sum(file.rows for file in self.files(split))
 
+    def size_bytes(self, split: Split) -> int:
+        """Return the bytes of the files of a split."""
+        return sum(file.bytes for file in self.files(split))
+
     @property
     def table(self) -> Schema:
         """Return the columns by name, with the extremes of all rows."""
@@ -127,8 +134,12 @@ class _Reader(Protocol):
     def read(self, rows: Array) -> dict[str, Values]: ...
 
     def lengths(self, name: str) -> Array: ...
+    def read_nothing_around(self) -> None: ...
+    def read_ahead_of(self, first: int, end: int) -> None: ...
 
 
+MOST_OPEN = 4096
+"""Files that are mapped at a time, each several times: a process may have 65,530 mappings by default."""
 SHARD_READERS: dict[str, Callable[[Path, Sequence[Column]], _Reader]] = {"arrow": ArrowReader, "pb": ProtoReader}
 
 
@@ -147,6 +158,7 @@ class Shards:
         self._files = manifest.files(split)
         self._starts = np.cumsum([0, *(file.rows for file in self._files)])
         self._open: dict[int, _Reader] = {}
+        self._opening = threading.Lock()
         self.num_rows = int(self._starts[-1])
         self._chosen = _few(self.num_rows, most) if 0 < most < self.num_rows else None
         self.num_rows = self.num_rows if self._chosen is None else most
@@ -157,6 +169,9 @@ class Shards:
         self.pad_values = manifest.pad_values
         self.fitted = manifest.fitted
         self._soft_labels: SoftLabelFiles | None = None
+        self._reads_around = True
+        self.size_bytes = manifest.size_bytes(split)
+        """Of all files of the split."""
 
     @property
     def manifest(self) -> ShardManifest:
@@ -188,6 +203,9 @@ class Shards:
         rows = rows if self._chosen is None else self._chosen[rows]
         # `side="right"`: a row that starts a file belongs to it, also behind files without rows
         files = np.searchsorted(self._starts, rows, side="right") - 1
+        if not self._reads_around:
+            # all at once, so that the disk reads them side by side
+            self.read_ahead_of(rows, 1)
         parts = {
             int(file): self._reader(int(file)).read(rows[files == file] - self._starts[file])
             for file in np.unique(files)
@@ -206,13 +224,45 @@ class Shards:
             total[first:end] = sum(self._reader(number).lengths(name) for name in names)
         return total if self._chosen is None else total[self._chosen]
 
+    def read_nothing_around(self) -> None:
+        """From now on read the pages of the rows that are asked for at once, and none around them."""
+        self._reads_around = False
+
+    def read_ahead(self) -> None:
+        """Let the kernel read all files of the split, from their beginnings to their ends."""
+        for file in self._files:
+            # an error is raised where the rows are read
+            with suppress(OSError):
+                advise_file(self._directory / file.name)
+
+    def read_ahead_of(self, firsts: Array, count: int) -> None:
+        """Let the kernel read ranges of `count` rows of the split; firsts: the first rows, int64 [n]."""
+        for first in np.sort(firsts).tolist():
+            end = min(first + count, int(self._starts[-1]))
+            numbers = np.searchsorted(self._starts, [first, end - 1], side="right") - 1
+            for number in range(numbers[0], numbers[1] + 1):
+                start = int(self._starts[number])
+                self._reader(number).read_ahead_of(max(0, first - start), end - start)
+
     def _reader(self, number: int) -> _Reader:
-        if number not in self._open:
+        with self._opening:
+            return self._opened(number)
+
+    def _opened(self, number: int) -> _Reader:
+        if number in self._open:
+            # the last one that is closed
+            self._open[number] = self._open.pop(number)
+        else:
             file = self._files[number]
             reader = SHARD_READERS[self._manifest.format](self._directory / file.name, list(self.columns.values()))
             if reader.num_rows != file.rows:
                 raise DataError(f"{self._directory / file.name} holds {reader.num_rows} rows, not {file.rows}")
+            if not self._reads_around:
+                reader.read_nothing_around()
             self._open[number] = reader
+            if len(self._open) > MOST_OPEN:
+                # of rows that were read from it, numpy keeps the mapping
+                del self._open[next(iter(self._open))]
         return self._open[number]
 
 

@@ -112,8 +112,10 @@ class StepResult(Record):
 class StepRunner(Protocol):
     """Makes steps in several processes."""
 
-    most_parts: int
-    """So many parts at most, about."""
+    @property
+    def most_parts(self) -> int:
+        """Return how many parts there are at most, about."""
+        ...
 
     def can_divide(self, recipe: Recipe) -> bool:
         """Return whether more processes than this one would be faster."""

@@ -11,7 +11,7 @@ written_parts.py does the same in several processes, written_shards.py makes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class WrittenRows:
     ranges: list[RangeRows]
     counts: Mapping[str, int]
     """Split -> its rows."""
-    observed: list[Mapping[str, Column]]
+    observed: Sequence[Mapping[str, Column]]
     """Columns with their extremes and the longest row, by name, of all rows together."""
     finish: Callable[[], Mapping[str, tuple[ShardFile, ...]]]
     """Completes the files of the splits."""

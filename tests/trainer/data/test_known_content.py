@@ -1,0 +1,148 @@
+"""Large content is read once, and again as soon as anything says that it may have changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.storage import known_content, sharding, shards
+from onward.trainer.data.storage.known_content import once_read
+from onward.trainer.run import durable_files
+from tests.support.shards import make_shards
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that counts as large, and was written some time ago."""
+    monkeypatch.setattr(known_content, "CHEAP_BYTES", 1 << 16)
+    monkeypatch.setattr(known_content, "UNSETTLED_S", 0.01)
+    path = tmp_path / "large.npz"
+    np.savez(path, x=np.arange(100_000))
+    time.sleep(0.1)
+    return path
+
+
+class Reads:
+    """Counts how often content is read."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.number = 0
+        self._path = path
+        self._folder = folder
+
+    def __call__(self) -> str:
+        self.number += 1
+        return durable_files.sha256(self._path)
+
+    def again(self) -> str:
+        return once_read(self._folder, "source", [self._path], self)
+
+
+@pytest.fixture
+def reads(large: Path, tmp_path: Path) -> Reads:
+    reads = Reads(large, tmp_path / ".known")
+    assert reads.again() == reads.again() == durable_files.sha256(large)
+    assert reads.number == 1
+    return reads
+
+
+def rewrite(path: Path, at: int, content: bytes) -> None:
+    """Write in place, and set the times back."""
+    before = path.stat()
+    time.sleep(0.05)
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def test_one_byte_that_is_rewritten_in_place_with_the_former_time_is_noticed(large: Path, reads: Reads) -> None:
+    rewrite(large, 400_123, b"!")
+    assert reads.again() == durable_files.sha256(large)
+    assert reads.number == 2
+
+
+def test_a_copy_and_a_touched_file_are_read_again(large: Path, reads: Reads) -> None:
+    content = large.read_bytes()
+    large.unlink()
+    large.write_bytes(content)
+    time.sleep(0.05)
+    reads.again()
+    os.utime(large)
+    reads.again()
+    assert reads.number == 3
+
+
+def test_without_times_of_changes_samples_notice_what_is_large(
+    large: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = Path.stat
+
+    class SameTimes:
+        def __init__(self, path: Path) -> None:
+            found = stat(path)
+            self.st_size, self.st_ino, self.st_mtime_ns = found.st_size, found.st_ino, found.st_mtime_ns
+            self.st_ctime_ns, self.st_ctime = 1, 1e-9
+
+    monkeypatch.setattr(Path, "stat", lambda path, **_: SameTimes(path) if path == large else stat(path))
+    reads.again()
+    assert reads.number == 2
+    with large.open("r+b") as file:
+        file.seek(200_000)
+        file.write(bytes(200_000))
+    os.utime(large, ns=(1, stat(large).st_mtime_ns))
+    reads.again()
+    assert reads.number >= 3
+
+
+def test_a_file_that_was_changed_just_now_is_not_known(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Reads(large, tmp_path / ".known")
+    monkeypatch.setattr(known_content, "UNSETTLED_S", 60.0)
+    assert reads.again() == reads.again()
+    assert reads.number == 2
+    assert not (tmp_path / ".known").exists()
+
+
+def test_small_files_are_read_each_time(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"1")
+    reads = Reads(tmp_path / "small", tmp_path / ".known")
+    assert reads.again() == reads.again()
+    assert reads.number == 2
+
+
+@pytest.fixture
+def digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files of which digests are computed."""
+    found: list[str] = []
+
+    def sha256(path: Path) -> str:
+        found.append(path.name)
+        return durable_files.sha256(path)
+
+    monkeypatch.setattr(sharding, "sha256", sha256)
+    monkeypatch.setattr(shards, "sha256", sha256)
+    return found
+
+
+def test_source_and_shards_are_read_whole_once(large: Path, tmp_path: Path, digests: list[str]) -> None:
+    data = DataConfig(source=str(large))
+    first = make_shards(data, None, tmp_path / "cache")
+    time.sleep(0.1)
+    assert digests == ["large.npz"]
+    assert make_shards(data, None, tmp_path / "cache") == (*first[:2], True)
+    # the shards, which were new before
+    assert sorted(digests) == ["evaluation-00000.arrow", "large.npz", "train-00000.arrow", "train-00001.arrow"]
+    digests.clear()
+    assert make_shards(data, None, tmp_path / "cache") == (*first[:2], True)
+    assert digests == []
+    rewrite(first[0] / "train-00001.arrow", 1000, b"????")
+    assert make_shards(data, None, tmp_path / "cache") == (*first[:2], False)
+    assert "train-00001.arrow" in digests

@@ -1,0 +1,76 @@
+"""Shuffle rows in blocks, so that an epoch reads data larger than the memory about once: train.shuffle = "blocks".
+
+The rows are cut into blocks of about BLOCK_BYTES, the blocks are permuted, and the rows of WINDOW_BLOCKS blocks that
+follow each other are permuted together:
+
+    12 rows, blocks of 2, windows of 3 blocks; the first block begins at row 5 in this epoch
+    blocks                    5 6 | 7 8 | 9 10 | 11 0 | 1 2 | 3 4
+    permuted                  9 10 | 1 2 | 5 6 || 7 8 | 3 4 | 11 0
+    each window permuted       2 9 6 1 5 10    ||  4 11 7 0 8 3
+
+So while one window is trained on, the blocks of the next one are read ahead, each in one piece. All of it is computed
+from the seed, the epoch and the position.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from onward.trainer.data.schema.permutation import Array, hash_key, permutation
+
+BLOCK_BYTES = 1 << 20
+"""About the size of a block. A number of rows is chosen once for all, so it changes the order of samples."""
+WINDOW_BLOCKS = 256
+"""Blocks whose rows are mixed; two windows are in memory."""
+
+
+def rows_per_block(size_bytes: int, num_rows: int) -> int:
+    """Return the rows of a block: a power of two, so that a few bytes more in a file change no order."""
+    row_bytes = max(1.0, size_bytes / max(1, num_rows))
+    return int(2 ** max(0, round(np.log2(BLOCK_BYTES / row_bytes))))
+
+
+def permutation_in_blocks(
+    positions: Array, size: int, block: int, *, seed: int, epoch: int | str, mixed: bool = True
+) -> Array:
+    """Return where the shuffle puts each position [n] of 0..size-1: int64 [n]. block: its rows.
+
+    mixed: whether the rows of a window are permuted; else only the blocks are.
+    """
+    places = positions
+    window = block * WINDOW_BLOCKS
+    if mixed:
+        places = np.empty_like(positions)
+        windows = positions // window
+        for number in np.unique(windows).tolist():
+            now = windows == number
+            first = number * window
+            inside = permutation(
+                positions[now] - first, min(window, size - first), seed=seed, epoch=f"{epoch} window {number}"
+            )
+            places[now] = first + inside
+    blocks = size // block
+    # the rows behind the last full block come last, and are other ones in each epoch
+    rows = np.array(places)
+    full = places < blocks * block
+    if blocks:
+        of_block = permutation(places[full] // block, blocks, seed=seed, epoch=f"{epoch} blocks")
+        rows[full] = of_block * block + places[full] % block
+    shift = int(hash_key("first block", seed, epoch) % np.uint64(size))
+    return (rows + shift) % size
+
+
+class Ranges(NamedTuple):
+    """Ranges of positions whose rows follow each other, but for a few."""
+
+    firsts: Array
+    length: int
+
+
+def ranges_of_window(position: int, size: int, block: int) -> Ranges:
+    """Return the blocks of the window that a position of an epoch is in, as halves of them: places before mixing."""
+    half = max(1, block // 2)
+    first = position - position % (block * WINDOW_BLOCKS)
+    return Ranges(np.arange(first, min(first + block * WINDOW_BLOCKS, size), half), half)

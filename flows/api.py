@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from onward.flows.configuration import (
     AnyPath,
@@ -30,6 +30,7 @@ from onward.flows.configuration import (
 from onward.flows.running.stop_signals import acknowledged_interrupt, exit_on_sigterm
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
+from onward.trainer.parallel.planning.cluster import THIS_MACHINE, Cluster
 
 if TYPE_CHECKING:
     from onward.flows.live_view.view import LiveView
@@ -280,7 +281,15 @@ def examine(hostfile: AnyPath = "") -> MachineReport:
 
 
 def plan(
-    config: Config, overrides: Overrides = (), /, *, profile: str = "", measure: int = 0, **sections: Any
+    config: Config,
+    overrides: Overrides = (),
+    /,
+    *,
+    profile: str = "",
+    measure: int = 0,
+    cluster: Cluster = THIS_MACHINE,
+    progress: TextIO | None = None,
+    **sections: Any,
 ) -> RunPlan:
     """Return how a run would be divided over its ranks, and what it takes: memory, messages, steps, time, disk.
 
@@ -288,7 +297,8 @@ def plan(
 
     Takes what `run` takes. With `parallel = "auto"` the sizes are chosen. `measure`: first train so many steps on the
     ranks, in a directory that is deleted, without Prefect and MLflow, and keep how long they took, also for later
-    plans; the main thread must call it then. Raises ConfigError or UnsupportedModel when no such division exists.
+    plans; the main thread must call it then. `cluster`: plan for these machines. `progress`: a stream for lines that
+    say how far `auto` is. Raises ConfigError or UnsupportedModel when no such division exists.
     """
     require_flow("onward.plan")
     with prefect_at_home():
@@ -298,11 +308,14 @@ def plan(
     from onward.trainer.data.reading.fetching import fetch
 
     given = Given.of(config, overrides, sections, profile=profile)
+    if cluster.num_ranks:
+        # sizes that are given and have another product are refused as they are for any run
+        given.changes.extend((f"launch.num_ranks={cluster.num_ranks}", 'launch.hostfile=""'))
     resolved = given.load(given.check)
     copies, _ = fetch(resolved, with_registered(resolved))
     where = origins_of(resolved, given.layered().origins)
     if not measure:
-        return plan_run(resolved, copies, origins=where)
+        return plan_run(resolved, copies, origins=where, cluster=cluster, progress=progress)
     with exit_on_sigterm():
         return plan_run(resolved, copies, measured_steps=measure, origins=where)
 

@@ -241,16 +241,21 @@ def make_plan(folder: RunDir) -> int:
         from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
         from onward.trainer.model.first_output_units import with_first_units
         from onward.trainer.model.trainable import open_with_teacher
-        from onward.trainer.parallel.planning.planner import plan
+        from onward.trainer.parallel.planning.cluster import THIS_MACHINE, Cluster, cluster_in
+        from onward.trainer.parallel.planning.planner import plan, refuse_absent_gpu
         from onward.trainer.rehearsal.needs import least_needs
         from onward.trainer.run.outcomes.refusals import exit_with_refusal
 
     with exit_with_refusal(folder.root):
+        place = cluster_in(folder.root)
+        cluster = read_record(place, Cluster) if place.exists() else THIS_MACHINE
+        refuse_absent_gpu(read_config(folder).launch, cluster)
         config, _ = choose_fixed_batch(read_config(folder))
         config = with_first_units(config)
         module = open_with_teacher(config, by_parts=True).module
         needs = least_needs(module, config)  # before the planner divides the module
-        write_record(folder.root / "plan.json", plan(config, module).model_copy(update={"needs": needs}))
+        found = plan(config, module, cluster)
+        write_record(folder.root / "plan.json", found.model_copy(update={"needs": needs}))
     return 0
 
 

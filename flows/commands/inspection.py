@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -138,6 +139,20 @@ def plan(
         bool, typer.Option("--measure", help="Train some steps on the ranks, and keep how long they took.")
     ] = False,
     steps: Annotated[int, typer.Option(help="How many steps --measure measures.", min=1, max=100_000)] = 10,
+    device: Annotated[
+        str, typer.Option(metavar="GPU", help="Plan for a GPU by its name, such as H100, that may be elsewhere.")
+    ] = "",
+    hosts: Annotated[str, typer.Option(metavar="HxG", help="Hosts x GPUs of each, such as 8x8.")] = "",
+    network: Annotated[
+        str, typer.Option(metavar="RATE", help="From one GPU to another host, such as 50GB/s or 400Gbit/s.")
+    ] = "",
+    latency: Annotated[str, typer.Option(metavar="TIME", help="Of a message to another host, such as 5us.")] = "",
+    storage: Annotated[
+        str, typer.Option(metavar="RATE", help="At which all ranks write a checkpoint, such as 2GB/s.")
+    ] = "",
+    failures_every: Annotated[
+        str, typer.Option(metavar="TIME", help="Mean time between failures, such as 6h: what they cost.")
+    ] = "",
     everything: All = False,
     as_json: Json = False,
 ) -> None:
@@ -149,11 +164,21 @@ def plan(
     The time of a step is what --measure has measured for such a run on this machine, else that of a finished run, else
     an estimate from counted FLOPs; the output says which. --measure starts the ranks in a directory that is deleted,
     without Prefect and MLflow; without it no ranks are started.
+
+    With --device and --hosts it plans for a cluster that need not be there, and asks no GPU of this machine.
     """
+    from onward.flows.planning.cluster_options import read_cluster
     from onward.flows.shown.inspection_report import show_plan
 
     files, changes = layers_of(config, overrides)
-    found = api.plan(files, changes, profile=profile, measure=steps if measure else 0)
+    cluster = read_cluster(
+        device=device, hosts=hosts, network=network, latency=latency, storage=storage, failures=failures_every
+    )
+    if measure and cluster.gpu:
+        raise ConfigError("--measure trains on this machine, and --device plans for another one; give one of them")
+    found = api.plan(
+        files, changes, profile=profile, measure=steps if measure else 0, cluster=cluster, progress=sys.stderr
+    )
     if as_json:
         print_json(found.model_dump(mode="json") | {"num_ranks": found.num_ranks})
     else:

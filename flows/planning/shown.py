@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from onward.flows.planning.failures import CheckpointTimes
 from onward.flows.planning.time_needed import TimeNeeded
 from onward.flows.planning.whole_run import RunPlan
 from onward.flows.shown.terminal_tables import as_toml, table, wrapped
@@ -28,6 +29,8 @@ def show_run_plan(found: RunPlan) -> None:
     print(f"checkpoints are written {copied if found.copy_bytes else 'while the training waits'}")
     for problem in found.disk.problems:
         print(wrapped(problem, "  - "))
+    print("\ncheckpoints and failures")
+    table(list(_checkpoint_times(found.checkpoint_times)))
     print("\nsettings that differ from the defaults")
     lines = {key: f"{key} = {as_toml(value)}" for key, value in found.changed.items() if value is not None}
     table([(line, f"# {found.origins[key]}" if key in found.origins else "") for key, line in lines.items()])
@@ -46,6 +49,24 @@ def _steps(found: RunPlan) -> Iterator[tuple[str, str]]:
     else:
         epochs = f", {found.epochs:.4g} epochs" if found.epochs is not None else ""
         yield "steps", f"{found.num_steps:,} of {found.num_samples or 0:,} samples{epochs}"
+
+
+def _checkpoint_times(times: CheckpointTimes) -> Iterator[tuple[str, str]]:
+    rate = f"{shown_size(times.storage_bytes_per_s)}/s"
+    guess = "" if times.storage_given else ", a guess: --storage says the rate"
+    yield "a checkpoint", f"complete after {duration(times.write_s)} at {rate}{guess}"
+    yield "the training waits", f"{duration(times.wait_s)} for each"
+    if not times.failures_every_s:
+        yield "failures", "not counted: --failures-every says how often they are"
+        return
+    lost = f"lost in checkpoints, repeated steps and restarts of {duration(times.restart_s)}"
+    yield "failures", f"one in {duration(times.failures_every_s)}"
+    minutes = f"checkpoint.minutes={times.best_period_s / 60:.3g}"
+    yield "best period", f"{duration(times.best_period_s)}, {minutes}: {times.best_loss:.1%} {lost}"
+    if times.period_s:
+        yield "configured period", f"{duration(times.period_s)}: {times.loss:.1%}"
+    else:
+        yield "configured period", "none: a failure costs all that was trained"
 
 
 def _times(time: TimeNeeded) -> Iterator[tuple[str, str]]:

@@ -147,6 +147,16 @@ def _pace(run: RunDir) -> Pace | None:
     return pace.model_copy(update=facts)
 
 
+ESTIMATED = (
+    "the time of a step is estimated from counted FLOPs and the usual rate of the device, and may be wrong by a large "
+    "factor, above all for small models; `onward plan --measure` measures it"
+)
+FOREIGN = (
+    "the time of a step is estimated from counted FLOPs, data sheets and the network that was given; of six published "
+    "runs of GPT it is within a third, of small models it may be wrong by a large factor"
+)
+
+
 def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None) -> TimeNeeded:
     """Return how long the run takes. config: with the sizes of the plan. pace: as `known_pace` has found it."""
     batch = config.train.global_batch_size
@@ -156,10 +166,7 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
     if pace is None:
         # without a measurement: the FLOPs of a step over the usual rate of the device
         per_second = batch / plan.step_s if plan.step_s else 0.0
-        guessed.append(
-            "the time of a step is estimated from counted FLOPs and the usual rate of the device, and may be "
-            "wrong by a large factor, above all for small models; `onward plan --measure` measures it"
-        )
+        guessed.append(FOREIGN if plan.cluster and plan.cluster.gpu else ESTIMATED)
         steps_s = steps * plan.step_s if steps else None
         return TimeNeeded(
             source="estimate",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from onward.flows.configuration import prefect_at_home
+from onward.flows.planning.failures import CheckpointTimes, checkpoint_times
 from onward.flows.planning.time_needed import TimeNeeded, key_of_run, known_pace, number_of_steps, time_needed
 from onward.tasks.checks.disk_space import most_checkpoints, shares, space_problems
 from onward.tasks.checks.registered_models import store_of
@@ -16,6 +17,7 @@ from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.storage.row_counts import RowCount, count_rows
+from onward.trainer.parallel.planning.cluster import THIS_MACHINE, Cluster
 from onward.trainer.parallel.planning.plan_record import Plan, with_plan
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.machine.private_home import make_private
@@ -62,6 +64,8 @@ class RunPlan(Plan):
     copy_bytes: int
     """Host memory of all ranks for the copy of a checkpoint that is written beside the training; 0 = the training waits
     while it is written."""
+    checkpoint_times: CheckpointTimes
+    """How long a checkpoint takes, and what failures cost."""
     changed: Mapping[str, Any]
     """The settings that differ from their defaults."""
     origins: Mapping[str, str] = {}
@@ -69,16 +73,25 @@ class RunPlan(Plan):
 
 
 def plan_run(
-    config: RunConfig, copies: LocalCopies, *, measured_steps: int = 0, origins: Mapping[str, str] | None = None
+    config: RunConfig,
+    copies: LocalCopies,
+    *,
+    measured_steps: int = 0,
+    origins: Mapping[str, str] | None = None,
+    cluster: Cluster = THIS_MACHINE,
+    progress: TextIO | None = None,
 ) -> RunPlan:
     """Return the plan of a run. measured_steps: train so many steps first, and keep their pace; 0 = do not.
+
+    cluster: what is planned for. progress: where lines are written that say how far `auto` is; None = nowhere.
 
     Raises ConfigError or UnsupportedModel when there is no such layout, and the errors of `measure`.
     """
     local = completed(with_copies(config, copies))
-    layout = Preparation(config, copies).plan()
+    layout = Preparation(config, copies).plan(cluster, progress)
     chosen = with_plan(local, layout)
-    pace = None if measured_steps else known_pace(chosen)
+    # what was measured on this machine says nothing of another one
+    pace = None if measured_steps or cluster.gpu else known_pace(chosen)
     if measured_steps:
         # here, because it imports Prefect, which takes as long as the rest of a plan's process without ranks
         with prefect_at_home():
@@ -96,8 +109,17 @@ def plan_run(
     origins = {key: where for key, where in known.items() if key in changed}
     assert layout.needs is not None, "the process of a plan computes them"
     copy_bytes = 0
+    found_time = time_needed(chosen, layout, rows, pace)
     if _writes_beside_training(chosen.parallel, chosen.checkpoint, layout):
         copy_bytes = layout.needs.checkpoint_bytes
+    times = checkpoint_times(
+        chosen.checkpoint,
+        cluster,
+        checkpoint_bytes=layout.needs.checkpoint_bytes,
+        ranks=layout.num_ranks,
+        beside=bool(copy_bytes),
+        step_s=found_time.step_s,
+    )
     planned = {name: getattr(layout, name) for name in Plan.model_fields}
     return RunPlan(
         **planned,
@@ -105,9 +127,10 @@ def plan_run(
         num_steps=number_of_steps(chosen.train, rows),
         num_samples=samples,
         epochs=epochs,
-        time=time_needed(chosen, layout, rows, pace),
+        time=found_time,
         disk=disk_needed(chosen, layout.needs),
         copy_bytes=copy_bytes,
+        checkpoint_times=times,
         changed=changed,
         origins=origins,
     )

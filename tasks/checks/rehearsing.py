@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import logging
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from onward.infra.job.temporary_folders import owned_folder
 from onward.tasks.checks.subprocesses import how_it_ended, start_module
@@ -22,6 +25,7 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.errors import RuntimeUnavailable, UnsupportedModel
+from onward.trainer.parallel.planning.cluster import PROGRESS, THIS_MACHINE, Cluster, cluster_in
 from onward.trainer.parallel.planning.plan_record import Plan, may_train_unplanned, needs_plan, with_plan
 from onward.trainer.run.allowed_code import AllowedCode, code_digests
 from onward.trainer.run.directory import RunDir
@@ -34,6 +38,7 @@ log = logging.getLogger(__name__)
 
 NONE = LocalCopies()
 Code = Mapping[str, str] | None
+PROGRESS_PERIOD_S = 0.2
 SETTINGS = ("config.json", "code.json")
 """The records that a process begins with."""
 
@@ -134,20 +139,24 @@ class Preparation:
                 return config
             raise
 
-    def plan(self) -> Plan:
+    def plan(self, cluster: Cluster = THIS_MACHINE, progress: TextIO | None = None) -> Plan:
         """Return the plan of the run: layout, memory and messages. Its process imports torch.
+
+        cluster: what is planned for. progress: where lines are written that say how far `auto` is; None = nowhere.
 
         Raises that process's error (ConfigError, UnsupportedModel: the graph cannot be divided like that),
         or RuntimeUnavailable when the process ends without a plan.
         """
-        with self._process("plan") as folder:
+        with self._process("plan", cluster, progress) as folder:
             return read_record(folder / "plan.json", Plan)
 
     @contextlib.contextmanager
-    def _process(self, command: str) -> Iterator[Path]:
+    def _process(self, command: str, cluster: Cluster = THIS_MACHINE, progress: TextIO | None = None) -> Iterator[Path]:
         """Run `python -m onward.trainer COMMAND` on the configuration; yield the directory with its records."""
         with owned_folder(f"onward-{command}-") as folder:
             _write_settings(folder, self.config, self.copies, self.code)
+            if cluster != THIS_MACHINE:
+                write_record(cluster_in(folder), cluster)
             ahead = _begun.get() if command == "rehearse" else None
             if ahead and all(filecmp.cmp(ahead.folder / name, folder / name, shallow=False) for name in SETTINGS):
                 _check(command, ahead.folder, how_it_ended(ahead.process, ahead.folder / "process.log"))
@@ -158,7 +167,7 @@ class Preparation:
                     shutil.copytree(self.quantized, RunDir(folder).quantized)
                 elif self.config.quantize.aware:
                     _run("quantize", folder)
-            _run(command, folder)
+            _run(command, folder, progress)
             yield folder
 
 
@@ -187,11 +196,32 @@ def _write_settings(folder: Path, config: RunConfig, copies: LocalCopies, code: 
     write_record(RunDir(folder).config, completed(local))
 
 
-def _run(command: str, folder: Path) -> None:
+def _run(command: str, folder: Path, progress: TextIO | None = None) -> None:
     """Run one command of the trainer on the configuration in `folder`. Raises its error, or RuntimeUnavailable."""
     process_log = folder / "process.log"
     process = start_module("onward.trainer", command, str(folder), folder=folder, log=process_log)
+    if progress is not None:
+        _show_progress(process, process_log, progress)
     _check(command, folder, how_it_ended(process, process_log))
+
+
+def _show_progress(process: subprocess.Popen[bytes], log_file: Path, progress: TextIO) -> None:
+    """Write how far a process is until it ends: on a terminal one line that changes, else a line for each division."""
+    begin, end = ("\r\x1b[K", "") if progress.isatty() else ("", "\n")
+    shown = ""
+    try:
+        while process.poll() is None:
+            found = re.findall(rf"{PROGRESS}(.*)", log_file.read_text(errors="replace"))
+            if found and found[-1] != shown:
+                shown = found[-1]
+                print(f"{begin}{PROGRESS}{shown}", end=end, file=progress, flush=True)
+            time.sleep(PROGRESS_PERIOD_S)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    if shown and not end:
+        print(begin, end="", file=progress, flush=True)
 
 
 def _check(command: str, folder: Path, ending: str) -> None:

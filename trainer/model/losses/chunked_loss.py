@@ -13,8 +13,10 @@ torch.compile makes one kernel of the loss and one of its gradient, which keep n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -58,10 +60,25 @@ def _of_rows(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def chunks(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of [rows, C], with about CHUNK logits each."""
+    """Yield slices of the rows of [rows, C], with about CHUNK logits each; in a dry run the first one only."""
     size = max(1, CHUNK["cpu" if logits.device.type == "cpu" else "cuda"] // max(1, logits.shape[-1]))
     for first in range(0, len(logits), size):
         yield slice(first, first + size)
+        if _one_chunk.get():
+            return
+
+
+_one_chunk = ContextVar("_one_chunk", default=False)
+
+
+@contextlib.contextmanager
+def one_chunk() -> Iterator[None]:
+    """Compute one chunk of each loss in a block, for a dry run: each chunk takes the same memory, one after another."""
+    token = _one_chunk.set(True)
+    try:
+        yield
+    finally:
+        _one_chunk.reset(token)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -12,70 +12,18 @@ peak rates themselves (throughput.py).
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 
 from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.parallel.planning.cluster import Cluster, Links
+from onward.trainer.parallel.planning.gpus import GPUS, Peak, known_gpu, memory_gib
 from onward.trainer.parallel.planning.plan_record import Reserve
 
 MiB = 2**20
 
 
-class Peak(NamedTuple):
-    """Peak rates of a GPU, by its data sheet."""
-
-    fp32: float
-    """TFLOP/s."""
-    tf32: float
-    half: float
-    link: float
-    """GB/s in one direction to another GPU of its host: NVLink, or PCIe where the card is usually without."""
-
-
-# NVIDIA's data sheets, https://www.nvidia.com/en-us/data-center/ (h200, h100, a100, ..., hgx, gb200-nvl72) and
-# https://www.nvidia.com/en-us/products/workstations/; half of the rates that one names with sparsity only. Of GeForce
-# the architecture papers of GA102, Ada and RTX Blackwell: half precision with sums in fp32. Not every row has been
-# compared with its sheet yet.
-GPUS: dict[str, Peak] = {
-    "GB300": Peak(80, 1250, 2500, 900),
-    "GB200": Peak(80, 1250, 2500, 900),
-    "B300": Peak(75, 1100, 2250, 900),
-    "B200": Peak(75, 1100, 2250, 900),
-    "H200": Peak(67, 494, 989, 450),
-    "GH200": Peak(67, 494, 989, 450),
-    "H800": Peak(67, 494, 989, 200),
-    "H100 PCIe": Peak(51, 378, 756, 64),
-    "H100 NVL": Peak(60, 417, 835, 300),
-    "H100": Peak(67, 494, 989, 450),
-    "A100-PCIE": Peak(19.5, 156, 312, 32),
-    "A100 80GB PCIe": Peak(19.5, 156, 312, 32),
-    "A100": Peak(19.5, 156, 312, 300),
-    "A800": Peak(19.5, 156, 312, 200),
-    "A40": Peak(37.4, 74.8, 149.7, 32),
-    "A30": Peak(10.3, 82, 165, 32),
-    "A10": Peak(31.2, 62.5, 125, 32),
-    "A2": Peak(4.5, 9, 18, 8),
-    "L40S": Peak(91.6, 183, 362, 32),
-    "L40": Peak(90.5, 90.5, 181, 32),
-    "L4": Peak(30.3, 60, 121, 32),
-    "V100S": Peak(16.4, 16.4, 130, 16),
-    "V100-PCIE": Peak(14, 14, 112, 16),
-    "V100": Peak(15.7, 15.7, 125, 150),
-    "T4": Peak(8.1, 8.1, 65, 16),
-    "RTX PRO 6000 Blackwell Workstation Edition$": Peak(125, 250, 500, 64),
-    "RTX 6000 Ada Generation$": Peak(91.1, 182.1, 364.2, 32),
-    "RTX 5000 Ada Generation$": Peak(65.3, 130.6, 261.1, 32),
-    "RTX A6000$": Peak(38.7, 77.4, 154.8, 32),
-    "RTX A5000$": Peak(27.8, 55.6, 111.1, 32),
-    "RTX A4000$": Peak(19.2, 38.3, 76.7, 32),
-    "RTX 5090$": Peak(104.8, 104.8, 209.5, 64),
-    "RTX 4090$": Peak(82.6, 82.6, 165.2, 32),
-    "RTX 3090$": Peak(35.6, 35.6, 71.2, 32),
-}
-"""Words of the name that torch.cuda.get_device_properties reports, $ = its end -> peak rates. The first one counts."""
 TYPICAL = "A100"
 """Taken for a GPU that is not in the table, and for decisions that ranks with different GPUs must make alike."""
 COMPUTE_SHARE = 0.6
@@ -101,6 +49,15 @@ class Device:
     """Time of a message, however small."""
     call_s: float
     """Time of calling one node's operators, forward and backward, however small."""
+    local_latency_s: float
+    """Of one hop of a collective inside a host."""
+    network_latency_s: float
+    """Of one hop to another host."""
+    copies: float
+    """Times that the bytes of gradients and gathered weights are moved: on a CPU the copies into and out of buckets
+    take the cores that compute."""
+    memory_bytes: int
+    """0 = that of this machine."""
 
     flops_per_byte: float
     """FLOPs in the time of sending a byte of a message of a convolution to a rank of the same host."""
@@ -110,10 +67,19 @@ class Device:
         times = (flops / self.flops_per_s, calls * self.call_s)
         return max(times) if self.type == "cuda" else sum(times)
 
+    @property
+    def links(self) -> Links:
+        """Return how fast ranks send to each other."""
+        return Links(self.link_bytes_per_s, self.local_latency_s, self.network_bytes_per_s, self.network_latency_s)
+
 
 # fitted to 30 layouts of two ranks on two cores (tests/bench/auto_choice.py). A message takes so long because a rank
 # waits until the other one comes to it. In messages of 64 KiB gloo sends 0.4 GB/s.
-CPU = Device("CPU", "cpu", 80e9, 1e9, 0.4e9, message_s=3e-3, call_s=10e-6, flops_per_byte=100e9 / 0.4e9)
+CPU = Device(
+    "CPU", "cpu", 80e9, 1e9, 0.4e9,
+    message_s=3e-3, call_s=10e-6, flops_per_byte=100e9 / 0.4e9,
+    local_latency_s=0.0, network_latency_s=50e-6, copies=2.0, memory_bytes=0,
+)  # fmt: skip
 
 
 def describe(device: torch.device, compute: str) -> Device:
@@ -125,7 +91,7 @@ def describe(device: torch.device, compute: str) -> Device:
 
 def gpu(name: str, compute: str) -> Device:
     """Return what is known of a GPU of this name; of an unknown one, what is known of TYPICAL."""
-    known = _known(name)
+    known = known_gpu(name)
     peak = GPUS[known or TYPICAL]
     return Device(
         name=name if known else f"{name} (taken for {TYPICAL})",
@@ -137,6 +103,20 @@ def gpu(name: str, compute: str) -> Device:
         message_s=20e-6,
         call_s=30e-6,
         flops_per_byte=_rate(peak, compute) * 1e12 * COMPUTE_SHARE / (peak.link * 1e9 * LINK_SHARE),
+        # of NCCL's protocol for short messages (LL), by its own table of latencies (src/graph/tuning.cc)
+        local_latency_s=0.6e-6,
+        network_latency_s=2.7e-6,
+        copies=1.0,
+        memory_bytes=memory_gib(name, peak) << 30,
+    )
+
+
+def on_cluster(device: Device, cluster: Cluster) -> Device:
+    """Return the device with the network of a cluster, where that is given."""
+    return replace(
+        device,
+        network_bytes_per_s=cluster.network_bytes_per_s * LINK_SHARE or device.network_bytes_per_s,
+        network_latency_s=cluster.latency_s or device.network_latency_s,
     )
 
 
@@ -145,12 +125,8 @@ def peak_flops_per_s(name: str, compute: str) -> float | None:
 
     A part of a GPU (MIG) is not known: its name says how much memory it has, and its rate is no fixed share.
     """
-    known = _known(name)
+    known = known_gpu(name)
     return None if known is None or " MIG " in name else _rate(GPUS[known], compute) * 1e12
-
-
-def _known(name: str) -> str | None:
-    return next((key for key in GPUS if re.search(rf"\b{key}(?!\w)", name)), None)
 
 
 def _rate(peak: Peak, compute: str) -> float:

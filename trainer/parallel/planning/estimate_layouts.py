@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,23 +31,33 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.cost import NodeCost
 from onward.trainer.parallel.layout import DividedGraph, check_replicas, cut, divide, find_cuts, recompute_units
 from onward.trainer.parallel.pipeline.stage import Stage
-from onward.trainer.parallel.planning.device_model import describe, typical
+from onward.trainer.parallel.planning.cluster import THIS_MACHINE, Cluster
+from onward.trainer.parallel.planning.device_model import describe, gpu, on_cluster, typical
 from onward.trainer.parallel.planning.dry_run import DryRun, dry_run
 from onward.trainer.parallel.planning.layout_estimate import Estimate, RankEstimate
 from onward.trainer.parallel.planning.stage_key import stage_key
 from onward.trainer.parallel.planning.stage_memory import RankMemory
 
 
+class Arithmetic(NamedTuple):
+    """What all ranks compute together."""
+
+    flops_of_row: float
+    num_nodes: int
+
+
 class Estimator:
     """Estimates configurations of one model.
 
-    module: whose graph is copied for each division, with parameters on the meta device. device: that computes. The
-    configurations may differ in sizes, micro-batches, ZeRO, recomputation and memory, and in nothing else.
+    module: whose graph is copied for each division, with parameters on the meta device. device: of this machine, on
+    which the dry runs are. cluster: what is planned for, if it names a GPU. The configurations may differ in sizes,
+    micro-batches, ZeRO, recomputation and memory, and in nothing else.
     """
 
-    def __init__(self, module: ImportedGraph, device: torch.device) -> None:
+    def __init__(self, module: ImportedGraph, device: torch.device, cluster: Cluster = THIS_MACHINE) -> None:
         self._module = module
         self._device = device
+        self._cluster = cluster
         self._divided: dict[int, DividedGraph] = {}
         """By `parallel.tensor`."""
         self._costs: dict[tuple[int, int], Mapping[str, NodeCost]] = {}
@@ -54,6 +65,8 @@ class Estimator:
         self._batches: dict[int, tuple[list[Tensor], list[Tensor | None]]] = {}
         """By the rows of a micro-batch."""
         self._dry_runs: dict[Hashable, DryRun] = {}
+        self.whole: Arithmetic | None = None
+        """Of the graph that is not divided; None before it was estimated."""
 
     def estimate(self, config: RunConfig) -> Estimate:
         """Divide the graph as configured, and estimate what it takes. Raises the errors of `build_layout`."""
@@ -67,7 +80,7 @@ class Estimator:
         check_replicas(self._module, parallel)
         size = parallel.tensor
         # as training does; `describe` knows this machine's GPU, which may not be that of every rank
-        usual = typical(device.type, config.precision.compute)
+        usual = typical("cuda" if self._cluster.gpu else device.type, config.precision.compute)
         if size not in self._divided:
             # in place, and other sizes begin with the whole graph
             whole = copy.deepcopy(self._module)
@@ -108,7 +121,14 @@ class Estimator:
             dry_runs = [run(stage) for stage in stages]
             memory = RankMemory(stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
             ranks.append(RankEstimate(stages, weights, recomputed, dry_runs, memory.at_peak(dry_runs)))
-        return Estimate(config, layout, ranks, batch_bytes, describe(device, config.precision.compute))
+        compute = config.precision.compute
+        found = gpu(self._cluster.gpu, compute) if self._cluster.gpu else describe(device, compute)
+        estimate = Estimate(config, layout, ranks, batch_bytes, on_cluster(found, self._cluster), self._cluster)
+        if parallel.tensor == 1 and self.whole is None:
+            stages = [stage for rank in ranks for stage in rank.stages]
+            num_nodes = sum(len(part.nodes) for stage in stages for part in stage.chain.parts)
+            self.whole = Arithmetic(sum(estimate.stage_flops(stage, ()) for stage in stages) / rows, num_nodes)
+        return estimate
 
 
 def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -3,9 +3,10 @@
 Formulas, for p pipeline ranks with v stages each and m micro-batches:
 
     bubble             the share of a step in which a rank waits, as in config/pipeline_schedules.py
-    time of a step     m x (pass of the busiest rank) / (1 - bubble) + messages         both as in device.py
-    all-reduce         2 x its bytes travel (a ring: reduce-scatter, then all-gather)
-    gather, scatter    1 x its bytes travel
+    time of a step     m x (pass of the busiest rank) / (1 - bubble) + messages that are waited for
+    messages           the times of cluster.py
+    on a GPU           gradients and gathered weights are sent beside the passes: waited for is what takes longer than
+                       these, and at least one bucket or unit, which is sent when nothing is left to compute
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.distributed.weights import Weight
 from onward.trainer.parallel.layout import Layout
 from onward.trainer.parallel.pipeline.stage import Stage
+from onward.trainer.parallel.planning.cluster import THIS_MACHINE, Cluster, collective_s, group_of
 from onward.trainer.parallel.planning.device_model import Device, reserve
 from onward.trainer.parallel.planning.dry_run import DryRun
 from onward.trainer.parallel.planning.plan_record import Memory, Plan, PlannedRegion, PlannedStage, Reserve, Traffic
 from onward.trainer.parallel.planning.stage_memory import RankMemory, zero_sharding
+
+BUCKET_BYTES = 25 << 20
+"""About the size in which gradients are sent over NCCL (replicas/reducer.py)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Estimate:
     """Size of the data of one micro-batch."""
     device: Device
     """What the times are estimated for."""
+    cluster: Cluster = THIS_MACHINE
+    """The hosts of the ranks."""
 
     def with_zero(self, zero: int) -> Estimate:
         """Return the same with another ZeRO stage, which needs no further dry run."""
@@ -97,21 +104,46 @@ class Estimate:
 
     def step_s(self) -> float:
         """Return the time of a step in seconds: of the busiest rank, with its waiting and its messages."""
+        return self.compute_s() + self.waited_s()
+
+    def compute_s(self) -> float:
+        """Return the time of the passes of a step, in which ranks of a pipeline wait for each other as well."""
+        return self.config.train.gradient_accumulation_steps * self._pass_s() / (1 - self.bubble)
+
+    def _pass_s(self) -> float:
+        """Return the time in which the busiest rank computes one micro-batch."""
         # the stages of a pipeline run at the pace of the slowest rank
-        num_micro_batches = self.config.train.gradient_accumulation_steps
         passes_s = []
         for rank in self.ranks:
             num_nodes = sum(len(part.nodes) for stage in rank.stages for part in stage.chain.parts)
             flops = sum(map(self.stage_flops, rank.stages, rank.recomputed))
             passes_s.append(self.device.pass_s(flops, num_nodes))
-        return num_micro_batches * max(passes_s) / (1 - self.bubble) + sum(map(self._message_s, self.traffic()))
+        return max(passes_s)
 
-    def _message_s(self, sent: Traffic) -> float:
-        """Return the time of messages. Neighbours on the tensor axis are on one host if it has enough ranks."""
-        # tensor ranks are neighbours in the world, and so on one host
-        same_host = sent.axis == "tensor" or not self.config.launch.hostfile
-        rate = self.device.link_bytes_per_s if same_host else self.device.network_bytes_per_s
-        return sent.bytes / rate + sent.count * self.device.message_s
+    def waited_s(self) -> float:
+        """Return the time in which a rank does nothing but wait for messages of a step."""
+        beside = [sent for sent in self.traffic() if sent.pieces]
+        others_s = sum(self.message_s(sent) for sent in self.traffic() if not sent.pieces)
+        beside_s = sum(map(self.message_s, beside))
+        if self.device.type != "cuda":
+            return others_s + beside_s
+        last_s = sum(self.message_s(sent) / sent.pieces for sent in beside)
+        return others_s + max(beside_s - self._sending_s(), last_s)
+
+    def _sending_s(self) -> float:
+        """Return the time of the passes beside which gradients and weights are sent."""
+        zero = self.config.parallel.zero
+        # ZeRO 2 and 3 send in each micro-batch, the others in the last backward pass, two thirds of its time
+        times = self.config.train.gradient_accumulation_steps if zero >= 2 else 2 / 3
+        return times * self._pass_s()
+
+    def message_s(self, sent: Traffic) -> float:
+        """Return the time of messages, as if nothing were computed beside them."""
+        group = group_of(sent.axis, self.config.parallel, self.config.launch, self.cluster)
+        copies = self.device.copies if sent.axis == "data" else 1.0
+        num_bytes = copies * sent.whole / max(sent.count, 1)
+        each_s = collective_s(sent.collective, num_bytes, group, self.device.links)
+        return sent.count * (each_s + self.device.message_s)
 
     # -- messages
 
@@ -137,6 +169,8 @@ class Estimate:
                 what=f"{how} of activations",
                 count=num_micro_batches * len(most),
                 bytes=num_micro_batches * sum(most),
+                collective="all-reduce",
+                whole=num_micro_batches * sum(most),
             )
         # all ranks of a tensor-parallel group hold copies of these, and exchange their gradients
         replicated = 0
@@ -145,7 +179,14 @@ class Estimate:
             sizes = [weight.tensor.nbytes for weight in trained if weight.name not in self.layout.placements]
             replicated = max(replicated, sum(sizes))
         if replicated:
-            yield Traffic(axis="tensor", what="gradients of replicated weights", count=1, bytes=replicated)
+            yield Traffic(
+                axis="tensor",
+                what="gradients of replicated weights",
+                count=1,
+                bytes=replicated,
+                collective="all-reduce",
+                whole=replicated,
+            )
 
     def _pipeline_traffic(self) -> Iterator[Traffic]:
         parallel = self.config.parallel
@@ -153,13 +194,15 @@ class Estimate:
         stage = max((stage for rank in self.ranks for stage in rank.stages), key=sent_bytes)
         passes = self.config.train.gradient_accumulation_steps * parallel.stages_per_rank
         count = len(stage.output_meta)
-        yield Traffic(axis="pipeline", what="activations", count=passes * count, bytes=passes * sent_bytes(stage))
+        sent = passes * sent_bytes(stage)
+        yield Traffic(axis="pipeline", what="activations", count=passes * count, bytes=sent, whole=sent)
         gradients = [value.nbytes for value in stage.output_meta if value.requires_grad]
         yield Traffic(
             axis="pipeline",
             what="gradients of activations",
             count=passes * len(gradients),
             bytes=passes * sum(gradients),
+            whole=passes * sum(gradients),
         )
         weights = [weight for rank in self.ranks for weight in rank.weights]
         sizes = {weight.name: weight.tensor.nbytes for weight in weights if weight.trained}
@@ -167,7 +210,10 @@ class Estimate:
         # twice: gradients go to the first stage, and their sum comes back
         tied = [sizes[name] for name in self.layout.shared if name in sizes]
         if tied:
-            yield Traffic(axis="pipeline", what="gradients of tied weights", count=2 * len(tied), bytes=2 * sum(tied))
+            both = 2 * sum(tied)
+            yield Traffic(
+                axis="pipeline", what="gradients of tied weights", count=2 * len(tied), bytes=both, whole=both
+            )
 
     def _data_traffic(self, rank: RankEstimate) -> Iterator[Traffic]:
         parallel = self.config.parallel
@@ -177,7 +223,15 @@ class Estimate:
             # compression sends half precision
             # a ring sends each element twice (see above)
             factor = 2.0 if parallel.compression == "none" else 1.0
-            yield Traffic(axis="data", what=f"gradients ({parallel.reduction})", count=1, bytes=int(factor * trained))
+            yield Traffic(
+                axis="data",
+                what=f"gradients ({parallel.reduction})",
+                count=1,
+                bytes=int(factor * trained),
+                collective="all-reduce",
+                whole=int(factor * trained / 2),
+                pieces=max(1, trained // BUCKET_BYTES),
+            )
             return
         sharding = zero_sharding(rank.stages, rank.weights, parallel)
         num_units = len(sharding.unit_bytes)
@@ -185,13 +239,29 @@ class Estimate:
         # ZeRO 3 gathers for each forward and each backward pass; ZeRO 1 scatters once, others after each backward pass
         gathers = 2 * num_micro_batches if parallel.zero == 3 else 1
         scatters = 1 if parallel.zero == 1 else num_micro_batches
-        gathered = gathers * sharding.total_bytes
-        yield Traffic(axis="data", what="weights gathered", count=gathers * num_units, bytes=gathered)
-        yield Traffic(axis="data", what="gradients scattered", count=scatters * num_units, bytes=scatters * trained)
+        sums = (("weights gathered", gathers, sharding.total_bytes), ("gradients scattered", scatters, trained))
+        for what, times, size in sums:
+            yield Traffic(
+                axis="data",
+                what=what,
+                count=times * num_units,
+                bytes=times * size,
+                collective="gather or scatter",
+                whole=times * size,
+                pieces=max(1, times * num_units),
+            )
         # each group of `parallel.shard` replicas holds all shards, and the groups all-reduce their gradients
         if sharding.num_shards < parallel.data:
             between = 2 * trained // sharding.num_shards
-            yield Traffic(axis="data", what="gradients between groups", count=num_units, bytes=between)
+            yield Traffic(
+                axis="data",
+                what="gradients between groups",
+                count=num_units,
+                bytes=between,
+                collective="all-reduce",
+                whole=between // 2,
+                pieces=max(1, num_units),
+            )
 
     # -- the record
 
@@ -230,13 +300,20 @@ class Estimate:
             traffic=tuple(self.traffic()),
             bubble=self.bubble,
             step_s=self.step_s(),
+            compute_s=self.compute_s(),
+            cluster=None if self.cluster == THIS_MACHINE else self.cluster,
             considered=tuple(considered),
         )
 
     def _device_text(self) -> str:
         rate = self.device.flops_per_s / 1e12
         link = self.device.link_bytes_per_s / 1e9
-        return f"{self.device.name}, {rate:.3g} TFLOP/s in {self.config.precision.compute}, {link:.3g} GB/s"
+        said = f"{self.device.name}, {rate:.3g} TFLOP/s in {self.config.precision.compute}, {link:.3g} GB/s"
+        if self.cluster.hosts == 1:
+            return said
+        network = f"{self.device.network_bytes_per_s / 1e9:.3g} GB/s and {1e6 * self.device.network_latency_s:.3g} us"
+        hosts = f"{self.cluster.hosts} hosts of {self.cluster.ranks_per_host}"
+        return f"{said} inside a host; {hosts}, {network} between them"
 
     def _stage_record(self, stage: Stage, coordinate: int, recomputed: Sequence[int]) -> PlannedStage:
         parameters = set(stage.chain.parameters())

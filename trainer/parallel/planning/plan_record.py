@@ -8,6 +8,7 @@ from __future__ import annotations
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig, RecomputeConfig
+from onward.trainer.parallel.planning.cluster import Cluster, Collective
 from onward.trainer.run.records import Needs, Record
 
 
@@ -80,6 +81,11 @@ class Traffic(Record):
     count: int
     """Number of messages."""
     bytes: int
+    collective: Collective = "message"
+    whole: int = 0
+    """Bytes of the tensors themselves: of them a rank sends the more, the more ranks there are."""
+    pieces: int = 0
+    """In how many pieces it is sent beside the passes; 0 = a rank waits for it."""
 
 
 class PlannedRate(Record):
@@ -120,6 +126,10 @@ class Plan(Record):
     step_s: float = 0.0
     """Seconds of a step, estimated from counted FLOPs and the rates of `device`: they rank layouts against each other,
     and the real time may be several times as long. 0 = not estimated."""
+    compute_s: float = 0.0
+    """Of that, the passes; the rest is waiting for messages."""
+    cluster: Cluster | None = None
+    """The hosts that were described; None = this machine, or those of the hostfile."""
     needs: Needs | None = None
     """The sizes of a checkpoint and of the exported file; None in a plan that a rehearsal makes."""
     rates: tuple[PlannedRate, ...] = ()

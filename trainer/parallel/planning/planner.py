@@ -11,8 +11,9 @@ with the shortest step among them becomes the plan.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig, TrainConfig
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.distributed.arithmetic import capability_of, resolve_precision
+from onward.trainer.distributed.arithmetic import AMPERE, capability_of, resolve_precision
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
@@ -34,24 +35,34 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.optim.weight_settings import settings_of
 from onward.trainer.parallel.layout import drop_data
 from onward.trainer.parallel.matrices import find_matrices
-from onward.trainer.parallel.planning.device_model import CONTEXT_BYTES, describe, reserve
+from onward.trainer.parallel.planning.cluster import PROGRESS, THIS_MACHINE, Cluster
+from onward.trainer.parallel.planning.device_model import CONTEXT_BYTES, Device, describe, gpu, reserve
 from onward.trainer.parallel.planning.estimate_layouts import Estimator
+from onward.trainer.parallel.planning.gpus import has_bf16
 from onward.trainer.parallel.planning.layout_estimate import Estimate
 from onward.trainer.parallel.planning.plan_record import Plan, PlannedRate
 from onward.trainer.quantities import gib
 
 AXES = ("data", "tensor", "pipeline")
 
+log = logging.getLogger(__name__)
 
-def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
+SLACK = 0.95
+"""A number of micro-batches is tried unless a twentieth less than what it should take would not fit either."""
+
+
+def plan(config: RunConfig, module: ImportedGraph | None = None, cluster: Cluster = THIS_MACHINE) -> Plan:
     """Return how a run is divided; with `parallel.sizes = "auto"`, the division with the shortest step that fits.
 
-    module: the module of `open_with_teacher`, which must not be used afterwards; None = the model is loaded. Reads the
-    first rows of the data. Raises ConfigError when the graph cannot be divided as
-    configured or nothing fits into memory, UnsupportedModel when its shapes depend on data.
+    module: the module of `open_with_teacher`, which must not be used afterwards; None = the model is loaded. cluster:
+    what is planned for; without a GPU's name for the devices of this machine. Reads the first rows of the data.
+    Raises ConfigError when the graph cannot be divided as configured or nothing fits into memory, UnsupportedModel when
+    its shapes depend on data.
     """
     device = torch.device("cuda" if config.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
-    config = config.model_copy(update={"precision": resolve_precision(config.precision, capability_of(device))})
+    # on this machine's CPU the GPU of a cluster only decides which types there are
+    capability = (AMPERE if has_bf16(cluster.gpu) else (7, 0)) if cluster.gpu else capability_of(device)
+    config = config.model_copy(update={"precision": resolve_precision(config.precision, capability)})
     if config.model.fixed_batch == "auto":  # `onward plan`; a rehearsal has chosen it
         config, _ = choose_fixed_batch(config)
     config = with_first_units(config)
@@ -59,10 +70,10 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
     rates = _rates(module, config.optimizer)
     # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())
-    estimator = Estimator(module, device)
+    estimator = Estimator(module, device, cluster)
     # `auto` tries every division, and an error of one does not end the search
     if config.parallel.sizes == "auto":
-        return _choose(estimator, config, device).model_copy(update={"rates": rates})
+        return _choose(estimator, config, device, cluster).model_copy(update={"rates": rates})
     try:
         return estimator.estimate(config).record().model_copy(update={"rates": rates})
     except (RuntimeError, ValueError, IndexError) as error:  # those of torch, for shapes that do not fit
@@ -72,6 +83,15 @@ def plan(config: RunConfig, module: ImportedGraph | None = None) -> Plan:
             f"its results: {type(error).__name__}: {reason}; `onward run` tries it on the first rows of the data and "
             "names the node"
         ) from error
+
+
+def refuse_absent_gpu(launch: LaunchConfig, cluster: Cluster) -> None:
+    """Raise ConfigError where a GPU is to be planned for that this machine does not have, and no name is given."""
+    if launch.device == "cuda" and not cluster.gpu and not torch.cuda.is_available():
+        raise ConfigError(
+            "launch.device is 'cuda', and torch finds no GPU on this machine, so its rates and its memory are not "
+            "known; `onward plan --device NAME`, such as H100, plans for one that is elsewhere"
+        )
 
 
 def _rates(module: ImportedGraph, optimizer: OptimizerConfig) -> tuple[PlannedRate, ...]:
@@ -91,22 +111,37 @@ def _rates(module: ImportedGraph, optimizer: OptimizerConfig) -> tuple[PlannedRa
 # -- parallel.sizes = "auto"
 
 
-def _choose(estimator: Estimator, config: RunConfig, device: torch.device) -> Plan:
+def _choose(estimator: Estimator, config: RunConfig, device: torch.device, cluster: Cluster) -> Plan:
     """Return the plan with the shortest step of all divisions of the ranks that fit into memory."""
     num_ranks = config.launch.num_ranks
     # without a limit of the configuration: what is free on this machine
-    limit = int(config.parallel.memory_gib * 2**30) or _memory_of_a_rank(config.launch, device)
+    planned = gpu(cluster.gpu, config.precision.compute) if cluster.gpu else describe(device, config.precision.compute)
+    limit = int(config.parallel.memory_gib * 2**30) or planned.memory_bytes
+    if not cluster.gpu and not config.parallel.memory_gib:
+        limit = _memory_of_a_rank(config.launch, device)
     if problems := list(sizes_beside_auto(config.parallel)):
         raise ConfigError(problems)
     fitting: list[Estimate] = []
     considered: list[str] = []
-    for sizes in divisions(num_ranks):
+    skipped: list[tuple[str, float]] = []
+    possible = divisions(num_ranks)
+    for number, sizes in enumerate(possible):
+        name = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)
+        log.info("%s%d of %d divisions: %s", PROGRESS, number + 1, len(possible), name)
+        divided = _with(config, parallel=sizes)
         try:
-            fitting.append(_first_that_fits(estimator, _with(config, parallel=sizes), device, limit))
+            # nothing is skipped before something fits
+            least_s = _least_s(estimator, divided, planned)
+            if least_s > min(map(Estimate.step_s, fitting), default=math.inf):
+                skipped.append((name, least_s))
+            elif slower := _slower_by_tensor(fitting, divided.parallel):
+                considered.append(f"{name}: not estimated, since {slower}")
+            else:
+                fitting.append(_first_that_fits(estimator, divided, planned, limit))
         except ConfigError as error:
-            considered.append(f"{' x '.join(f'{axis} {sizes[axis]}' for axis in AXES)}: {error}")
+            considered.append(f"{name}: {error}")
     if not fitting:
-        kept = _kept_free(config.precision, config.parallel, device, limit)
+        kept = _kept_free(config.parallel, planned, limit)
         raise ConfigError(
             [
                 f"no division of {num_ranks} ranks fits into {gib(limit)} a rank{kept}; "
@@ -120,12 +155,16 @@ def _choose(estimator: Estimator, config: RunConfig, device: torch.device) -> Pl
         if estimate is not best:
             times = estimate.step_s() / best.step_s()
             considered.append(f"{estimate.name}: {gib(estimate.peak_bytes)}, a step takes {times:.2f} times as long")
+    for name, least_s in skipped:
+        considered.append(
+            f"{name}: a step takes at least {least_s / best.step_s():.2f} times as long, without messages"
+        )
     # estimated again, because the other estimates may have been made for a higher ZeRO stage
     chosen = _with(best.config, parallel={"memory_gib": config.parallel.memory_gib or limit / 2**30})
     return estimator.estimate(chosen).record(limit=limit, considered=considered)
 
 
-def _first_that_fits(estimator: Estimator, config: RunConfig, device: torch.device, limit: int) -> Estimate:
+def _first_that_fits(estimator: Estimator, config: RunConfig, device: Device, limit: int) -> Estimate:
     """Return the simplest configuration of these sizes that fits: with more micro-batches, ZeRO, recomputation.
 
     Raises ConfigError where none does.
@@ -135,14 +174,32 @@ def _first_that_fits(estimator: Estimator, config: RunConfig, device: torch.devi
     may_shard = (parallel.reduction, parallel.transport, parallel.compression) == ("sum", "torch", "none")
     may_shard = may_shard and not parallel.order.splits_backward and parallel.data > 1
     zero_stages = range(parallel.zero, 4) if may_shard else range(1)
-    for count in _micro_batch_counts(config.model, config.train, config.parallel):
+    counts = _micro_batch_counts(config.model, config.train, config.parallel)
+    estimates: dict[int, Estimate] = {}
+
+    def fitting(at: int) -> Estimate | None:
         # units are cut for the highest ZeRO stage, so that one dry run serves all
-        highest = _with(config, train={"gradient_accumulation_steps": count}, parallel={"zero": zero_stages[-1]})
-        estimate = estimator.estimate(highest)
-        for zero in zero_stages:
-            estimate = estimate.with_zero(zero)
-            if estimate.fits(limit):
-                return estimate
+        sharded = _with(config, train={"gradient_accumulation_steps": counts[at]}, parallel={"zero": zero_stages[-1]})
+        estimates[at] = estimator.estimate(sharded)
+        stages = (estimates[at].with_zero(zero) for zero in zero_stages)
+        return next((stage for stage in stages if stage.fits(limit)), None)
+
+    # the first number fits most often; else the dry run of it says where to look
+    found = fitting(0)
+    if found is None and len(counts) > 1:
+        at = _first_likely(counts, estimates[0], limit)
+        found = fitting(at)
+        while found is None and at + 1 < len(counts):
+            at += 1
+            found = fitting(at)
+        # fewer micro-batches take less time
+        while at > 1 and at - 1 not in estimates and _first_likely(counts, estimates[at], limit, SLACK) < at:
+            if (fewer := fitting(at - 1)) is None:
+                break
+            at, found = at - 1, fewer
+    if found is not None:
+        return found
+    estimate = estimates[len(counts) - 1].with_zero(zero_stages[-1])
     # selective recomputation saves time on GPUs only; `compressed` costs next to none, and nothing here may round
     modes = ["selective", "whole"] if device.type == "cuda" else ["whole"]
     if config.recompute.mode == "none" and not config.graph.compile:
@@ -157,6 +214,48 @@ def _first_that_fits(estimator: Estimator, config: RunConfig, device: torch.devi
     raise ConfigError(f"takes {gib(estimate.peak_bytes)} at least")
 
 
+def _slower_by_tensor(fitting: Sequence[Estimate], parallel: ParallelConfig) -> str:
+    """Return why a larger `parallel.tensor` is not worth an estimate: the two sizes before it fit, and it grew slower.
+
+    Each doubling gives a rank twice as many rows, whose activations it sends, and divides the same arithmetic.
+    """
+    before = [estimate for estimate in fitting if estimate.config.parallel.pipeline == parallel.pipeline]
+    if len(before) < 2 or before[-1].step_s() <= before[-2].step_s():
+        return ""
+    smaller, larger = (estimate.config.parallel.tensor for estimate in before[-2:])
+    times = before[-1].step_s() / before[-2].step_s()
+    return f"a step with tensor {larger} takes {times:.2f} times as long as one with tensor {smaller}"
+
+
+def _first_likely(counts: Sequence[int], known: Estimate, limit: int, slack: float = 1.0) -> int:
+    """Return the position of the first number of micro-batches that may fit, if `slack` of what it takes is counted."""
+    memory = max((rank.memory for rank in known.ranks), key=lambda memory: memory.peak)
+    left = limit - known.reserve(limit).total - memory.weights - memory.gradients - memory.optimizer
+    growing = memory.activations + memory.transient
+    # what a micro-batch takes is in proportion to its rows, but for units that ZeRO gathers
+    growing *= slack * known.config.train.gradient_accumulation_steps
+    likely = (at for at in range(1, len(counts)) if growing / counts[at] <= left)
+    return next(likely, len(counts) - 1)
+
+
+def _least_s(estimator: Estimator, config: RunConfig, device: Device) -> float:
+    """Return a time that no step of these sizes is below: all arithmetic divided evenly, and no messages.
+
+    Raises ConfigError as `_micro_batch_counts`.
+    """
+    parallel = config.parallel
+    times = list[float]()
+    if estimator.whole is not None:
+        ranks = parallel.tensor * parallel.pipeline
+        for count in _micro_batch_counts(config):
+            rows = config.train.global_batch_size / (parallel.data * count)
+            num_nodes = estimator.whole.num_nodes // parallel.pipeline
+            pass_s = device.pass_s(estimator.whole.flops_of_row * rows / ranks, num_nodes)
+            bubble = parallel.order.bubble(parallel.pipeline_size(count))
+            times.append(count * pass_s / (1 - bubble))
+    return min(times, default=0.0)
+
+
 def _memory_of_a_rank(launch: LaunchConfig, device: torch.device) -> int:
     """Return the bytes that one rank may use: what is free, divided by the ranks that share it."""
     if device.type == "cpu":
@@ -169,8 +268,8 @@ def _memory_of_a_rank(launch: LaunchConfig, device: torch.device) -> int:
     return free // max(launch.ranks_per_gpu, math.ceil(ranks_here / torch.cuda.device_count()))
 
 
-def _kept_free(precision: PrecisionConfig, parallel: ParallelConfig, device: torch.device, limit: int) -> str:
-    kept = reserve(parallel, describe(device, precision.compute).type, limit).total
+def _kept_free(parallel: ParallelConfig, device: Device, limit: int) -> str:
+    kept = reserve(parallel, device.type, limit).total
     return f", of which at least {gib(kept)} are kept free for CUDA, NCCL and fragmentation" if kept else ""
 
 

@@ -22,7 +22,7 @@ from onward.trainer.config.rules.rank_rules import sizes_beside_auto
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
-from onward.trainer.config.sections.training import OptimizerConfig, PrecisionConfig, TrainConfig
+from onward.trainer.config.sections.training import OptimizerConfig, TrainConfig
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.distributed.arithmetic import AMPERE, capability_of, resolve_precision
 from onward.trainer.distributed.preflight import free_memory

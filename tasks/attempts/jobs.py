@@ -32,6 +32,18 @@ def chosen_launcher(launch: LaunchConfig) -> tuple[str, str]:
     return "slurm", f"this is job {job} of Slurm, whose srun passes Slurm's signals to the ranks themselves"
 
 
+def ranks_of(launch: LaunchConfig, num_ranks: int, module: Sequence[str] = ()) -> Ranks:
+    """Return what the launcher starts."""
+    return Ranks(
+        module=tuple(module),
+        num_ranks=num_ranks,
+        hostfile=launch.hostfile,
+        device=launch.device,
+        ranks_per_gpu=launch.ranks_per_gpu,
+        threads=launch.threads_per_rank,
+    )
+
+
 def job_of(
     launch: LaunchConfig,
     module: Sequence[str],
@@ -43,7 +55,7 @@ def job_of(
 ) -> Job:
     """Return the job that runs a module with its arguments on ranks. heartbeat, log: as of `Job`."""
     return Job(
-        ranks=Ranks(module=tuple(module), num_ranks=num_ranks, hostfile=launch.hostfile),
+        ranks=ranks_of(launch, num_ranks, module),
         launcher=launcher_of(launch),
         run_dir=run_dir,
         log=log,

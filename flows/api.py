@@ -78,8 +78,10 @@ def run(
             raise ConfigError("--continue needs the run that it means: --name NAME")
         return _begin(given)
     from onward.flows.running.named_run import limits_to_resume, named_run
+    from onward.flows.submitting.slurm_script import requeued
 
-    with named_run(run_name, may_continue=continue_run) as named:
+    again = requeued() if continue_run else contextlib.nullcontext()
+    with again, named_run(run_name, may_continue=continue_run) as named:
         if named.to_resume is None:
             return _begin(given, named)
         limits = limits_to_resume(named.to_resume, run_name, given().load())
@@ -222,12 +224,22 @@ def require_flow(what: str) -> None:
 def status(run: str = "last") -> RunStatus:
     """Return the status of a run, read from its directory: state, step, last metrics, the error that ended it.
 
-    `run`: a name, the end of an id, a directory, or "last". Raises ConfigError when there is no such run.
+    `run`: a name, the end of an id, a directory, or "last". Of a run that Slurm starts the remarks say what Slurm knows
+    of its job. Raises ConfigError when there is no such run.
     """
     from onward.flows.run_state.run_status import describe
     from onward.flows.run_state.runs import find_run
+    from onward.flows.submitting.slurm_script import job_of, submitted
 
-    return describe(find_run(run))
+    try:
+        found = find_run(run)
+    except ConfigError:
+        if job := submitted(run):
+            raise ConfigError(f"{run} has not begun: {job}") from None
+        raise
+    status = describe(found)
+    job = job_of(found, status.name)
+    return status.model_copy(update={"remarks": (*status.remarks, str(job))}) if job else status
 
 
 def runs() -> list[RunStatus]:

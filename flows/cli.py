@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from onward.flows.commands import collection, inspection, models, proposal, reports, servers, sweeps
+from onward.flows.commands import collection, inspection, models, proposal, reports, servers, submission, sweeps
 from onward.flows.commands import deployment_commands as deployments
 from onward.flows.commands import prediction_commands as predictions
 from onward.flows.commands import training_commands as training
@@ -49,6 +49,14 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
                 "onward run squeezenet-digits",
                 "onward run digits.toml train.num_epochs=2 launch.retries=3",
                 exits=(0, 2, 3, 4, 5, 6, 7, 8, 70, 72, 75, 130, 143),
+            ),
+        ),
+        (
+            submission.submit,
+            notes(
+                "onward submit digits.toml parallel.data=16 --name d1 --nodes 2 --sbatch time=2:00:00",
+                "onward submit digits.toml --name d1 --dry-run",
+                exits=(0, 2, 3),
             ),
         ),
         (training.resume, notes("onward resume last", exits=(0, 2, 3, 4, 5, 6, 7, 8, 70, 72, 75, 130, 143))),

@@ -18,7 +18,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from onward.infra.job.launcher import LaunchError
-from onward.tasks.attempts.jobs import chosen_launcher, job_of
+from onward.tasks.attempts.jobs import chosen_launcher, job_of, launcher_of
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.data.schema.signature import model_bytes
@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 def init_runtime(run: RunDir) -> RuntimeReport:
     """Run the preflight on every rank and write `runtime.json` and `packages.txt`.
 
-    Raises RuntimeUnavailable with all problems: no launcher, a job of this run that is still running, a world size other
-    than the configured one, no GPU for a rank, a wrong all-reduce, too little memory or disk.
+    Raises RuntimeUnavailable with all problems: no launcher, a job of this run that still runs, a world size other than
+    the configured one, no GPU for a rank, a wrong all-reduce, too little memory or disk.
     """
     config = read_config(run)
     folder = run.root / "preflight"
@@ -55,9 +55,8 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     # Attempt 0 is the preflight; its errors are those of an earlier start of this run.
     for old in run.errors.glob("000-rank-*.json"):
         old.unlink()
-    name, why = chosen_launcher(config.launch)
-    if why:
-        log.info("%s starts the ranks: %s", name, why)
+    if why := chosen_launcher(config.launch)[1]:
+        log.info("%s starts the ranks: %s", launcher_of(config.launch).name, why)
     # The same launcher, hostfile and number of ranks as the training: what fails there fails here first.
     launch_s = _launch(run, config.launch, config.world_size, log=folder / "preflight.log")
     report = RuntimeReport(

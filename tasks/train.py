@@ -19,6 +19,7 @@ from prefect.states import Cancelled
 
 from onward.infra.job.job import Job, wait_until_free
 from onward.infra.job.launcher import LaunchError
+from onward.infra.job.slurm_jobs import allocation
 from onward.tasks.attempts.attempt import Attempt, result_of
 from onward.tasks.attempts.attempt_failure import failure
 from onward.tasks.attempts.jobs import job_of
@@ -87,6 +88,9 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     record = _write_record(run, result) if result is not None else None
     if record is not None and record.status == "done":
         return record
+    # its scheduler has signalled the ranks, and the flow ends as if it had been signalled, too
+    if ending.kind == "preempted" and allocation():
+        return Cancelled(message=BY_SIGTERM)
     # with a record the ranks saved in time; without one only the earlier checkpoints are left
     if ending.kind == "stopped" and record is not None:
         return Cancelled(message=f"stopped; the checkpoint of step {record.step} is saved")

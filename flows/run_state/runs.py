@@ -15,6 +15,7 @@ from typing import IO, Any, Generic, TypeVar
 
 from onward.flows.run_state.run_index import listed_runs
 from onward.infra.job.process_identity import this_process
+from onward.infra.job.slurm_jobs import batch_job
 from onward.infra.mlflow.mlflow_store import TrackingError
 from onward.infra.mlflow.tracking import Status, Tracker
 from onward.infra.servers.service_state import try_lock
@@ -123,16 +124,20 @@ def sign(lock: IO[bytes]) -> None:
     with contextlib.suppress(OSError):  # on a full disk only a status lacks it
         # the former holder may have had a longer text
         lock.truncate(0)
-        lock.write(json.dumps(this_process()).encode())
+        lock.write(json.dumps(this_process() | {"slurm_job": batch_job()}).encode())
         lock.flush()
         os.utime(lock.fileno())
 
 
 def holder_of(run: RunDir) -> dict[str, Any] | None:
-    """Return the process (infra/job/process_identity.py) that holds the lock, or was the last to; None if not known."""
+    """Return the process (infra/job/process_identity.py) that holds the lock, or was the last to; None if not known.
+
+    `slurm_job` is the id of the job of Slurm of whose script it is a part, else "".
+    """
     try:
         found = json.loads(bounds.read_bounded(run.lock, bounds.RECORD_BYTES))
         known = {"host": str(found["host"]), "boot": str(found["boot"])}
+        known["slurm_job"] = str(found.get("slurm_job", ""))
         return known | {"pid": int(found["pid"]), "started": float(found["started"])}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

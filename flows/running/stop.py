@@ -1,4 +1,4 @@
-"""Stop a run that was started anywhere on this machine: its flow saves a checkpoint and ends, as after Ctrl-C."""
+"""Stop a run of this machine, or of Slurm: its flow saves a checkpoint and ends, as after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 
 from onward.flows.run_state.run_status import RunStatus, describe
 from onward.flows.run_state.runs import find_run, holder_of, is_running, reference_to
+from onward.infra.job import slurm_jobs
 from onward.infra.job.process_identity import is_gone
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.events import last_beat
@@ -37,18 +38,23 @@ def stop(text: str) -> RunStatus:
     if is_gone(holder):  # the next one has just taken the lock, and has not signed it yet
         time.sleep(2 * LOOK_S)
         holder = holder_of(run)
+    job = holder["slurm_job"] if holder else ""
     # a signal reaches processes of this machine only
-    if holder is None or holder["host"] != socket.gethostname():
+    if holder is None or (not job and holder["host"] != socket.gethostname()):
         where = "a process that has not said which it is" if holder is None else f"process {holder['pid']}"
         on = "" if holder is None else f" on {holder['host']}"
         raise RuntimeUnavailable(f"{name} is run by {where}{on}: stop it there, or with Cancel in Prefect")
     if trial := membership(run):
         print_progress(f"{name} is trial {trial.number} of a sweep, which stops with it")
-    print_progress(f"asked process {holder['pid']} to save {name} and to stop; this may take {_patience_s(run):.0f} s")
+    whom = f"Slurm to cancel job {job}, which is" if job else f"process {holder['pid']}"
+    print_progress(f"asked {whom} to save {name} and to stop; this may take {_patience_s(run):.0f} s")
     try:
-        os.kill(holder["pid"], signal.SIGTERM)
+        # a process that is signalled alone would be started again with its job
+        slurm_jobs.cancel(job) if job else os.kill(holder["pid"], signal.SIGTERM)
     except ProcessLookupError:
         pass  # it has ended meanwhile
+    except slurm_jobs.SlurmError as error:
+        raise RuntimeUnavailable(f"{name} is run by job {job} of Slurm, and {error}") from None
     except PermissionError:
         raise RuntimeUnavailable(
             f"process {holder['pid']} of {name} belongs to another user, who may stop it"

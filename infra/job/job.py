@@ -23,9 +23,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from onward.infra.job import forks, job_guard
+from onward.infra.job import forks, job_guard, slurm_jobs
 from onward.infra.job.child_program import signalled_with_parent
 from onward.infra.job.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
 from onward.infra.job.launcher import Launcher, LaunchError, Ranks
@@ -46,14 +46,20 @@ STOP = "stop-requested"
 """A file in the temporary directory of a job, which asks the job to stop."""
 
 
+LAST_S = 30.0
+"""Time that the flow has to end after its ranks, before the end of the scheduler's job in which it runs."""
+Reason: TypeAlias = Literal["exited", "stopped", "silent", "start_timeout", "out_of_time"]
+"""Why a job has ended. `stopped`: this process asked for it; ranks that stop without that were signalled by somebody
+else. `out_of_time`: the job of Slurm, in which it runs, is about to end."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a job ended."""
 
     returncode: int | None
     """Exit status of the launcher, for the log only: 0 does not mean success. None = it could not be killed."""
-    reason: Literal["exited", "stopped", "silent", "start_timeout"]
-    """`stopped`: this process asked for it; ranks that stop without that were signalled by somebody else."""
+    reason: Reason
     elapsed_s: float
     detected_ms: int
     """When the launcher ended, or a limit passed: milliseconds since 1970."""
@@ -146,8 +152,8 @@ class Job:
 
     def _watch(
         self, launcher: subprocess.Popen[bytes], stop: Path, guard: Guard, stopped: StoppedRanks
-    ) -> tuple[Literal["exited", "stopped", "silent", "start_timeout"], int]:
-        """Wait for the end of the launcher, the file `stop` or a missing heartbeat; stop the job in the last two cases.
+    ) -> tuple[Reason, int]:
+        """Wait for the end of the launcher, the file `stop`, a missing heartbeat or the end of the time; stop the job.
 
         Returns which of them, and when: milliseconds since 1970.
         """
@@ -157,8 +163,15 @@ class Job:
         started = False
         silence_s = self.silence_timeout_s
         ran_at = time.monotonic()
+        ends_at = slurm_jobs.ends_at()
         while launcher.poll() is None:
             time.sleep(POLL_S)
+            if time.time() > ends_at - self.stop_limit_s() - LAST_S:
+                ends_at = slurm_jobs.ends_at()  # somebody may have raised the limit
+                if time.time() > ends_at - self.stop_limit_s() - LAST_S:
+                    noticed_ms = now_ms()
+                    _stop(launcher, self.stop_limit_s())
+                    return "out_of_time", noticed_ms
             # before the other looks: a request to stop counts also if the job falls silent at the same time
             if stop.exists():
                 noticed_ms = now_ms()

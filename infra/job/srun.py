@@ -3,6 +3,12 @@
     flow, in the batch script or in a session of salloc
       +-- srun --> slurmctld --> slurmd on each host --> slurmstepd --> ranks
 
+Of the ranks that end with an error srun prints how, one line for those of a host that end alike; the first line is that
+of the rank that failed, as the others are ended after it:
+
+    srun: error: h1: task 1: Exited with exit code 70
+    srun: error: h2: tasks 2-3: Aborted (core dumped)
+
 Where Slurm has PMIx, MPI finds the ranks (trainer/distributed/mpi_world.py); else they find each other by Slurm's own
 variables (env_world.py). Ranks are children of slurmstepd, and not of srun: signals of scancel, of the time limit and
 of preemption reach them directly, at the same time as the batch script.
@@ -10,13 +16,16 @@ of preemption reach them directly, at the same time as the batch script.
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from onward.infra.job import launcher
-from onward.infra.job.launcher import LauncherEnding, LaunchError, Ranks, with_settings
+from onward.infra.job.launcher import LauncherEnding, LaunchError, RankEnding, Ranks, signal_name, with_settings
+from onward.infra.job.slurm_jobs import allocation
 
 SETTINGS: Mapping[str, str] = {
     **launcher.SETTINGS,
@@ -26,6 +35,15 @@ SETTINGS: Mapping[str, str] = {
 }
 """Environment of the ranks, unless the user has set it."""
 
+_ENDED = re.compile(
+    r"^srun: error: (\S+): tasks? (\d+)[\d,-]*: (?:Exited with exit code (\d+)|(.+?))(?: \(core dumped\))?$", re.M
+)
+_LOST_HOST = re.compile(
+    r"Node failure on (\S+)|failed on node (\S+): |Nodes? (\S+) (?:is|are) still not ready|DUE TO NODE FAILURE|"
+    r"Unable to contact slurm controller"
+)
+"""What srun and slurmstepd print when a host or its slurmd is gone."""
+_SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 LIST_S = 10.0
 """Longest time for the answer to `srun --mpi=list`."""
 
@@ -48,10 +66,19 @@ class Srun:
             self.program()
         except LaunchError as error:
             return [str(error)]
-        if "SLURM_JOB_ID" not in environment:
+        if not (job := allocation(environment)):
             return [
                 "launch.launcher is 'slurm', but this process is in no job of Slurm (SLURM_JOB_ID is not set); send "
                 "it by `onward submit CONFIG --on slurm`, or set launch.launcher = 'auto'"
+            ]
+        # such as "4(x2),8": so many CPUs on each of two hosts, and on a third one
+        found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+        cpus = sum(int(each) * int(hosts or 1) for each, hosts in found)
+        if found and cpus < ranks.num_ranks:
+            return [
+                f"job {job} of Slurm has {cpus} CPU{'s' * (cpus > 1)}, but the job needs {ranks.num_ranks} ranks; ask "
+                f"sbatch for --ntasks={ranks.num_ranks}, or let mpirun start several ranks on a CPU: launch.launcher = "
+                "'mpirun'"
             ]
         return []
 
@@ -77,11 +104,34 @@ class Srun:
     def environment(self, ranks: Ranks, users: Mapping[str, str], folder: Path) -> dict[str, str]:
         """Return the environment of srun and of the ranks."""
         # a site may set NONE, and without the tag of the job no process of it would be found
-        return {**with_settings(users, SETTINGS), "SLURM_EXPORT_ENV": "ALL"}
+        variables = {**with_settings(users, SETTINGS), "SLURM_EXPORT_ENV": "ALL"}
+        # srun does not read what sbatch was asked for, and a rank would have one CPU
+        if cpus := users.get("SLURM_CPUS_PER_TASK"):
+            variables.setdefault("SRUN_CPUS_PER_TASK", cpus)
+        return variables
 
     def read_ending(self, output: str, returncode: int | None = None) -> LauncherEnding:
         """Return what srun says about the end of a job."""
-        return LauncherEnding(self.name)
+        ended_by = ""
+        if returncode is not None and returncode < 0:
+            ended_by = signal_name(-returncode)
+        elif "srun: forcing job termination" in output:
+            ended_by = "SIGTERM"
+        lost_host = None
+        if lost := _LOST_HOST.search(output):
+            lost_host = next(filter(None, lost.groups()), "")
+        return LauncherEnding(self.name, _first_rank(output), ended_by, lost_host)
+
+
+def _first_rank(output: str) -> RankEnding | None:
+    if (found := _ENDED.search(output)) is None:
+        return None
+    host, rank, status, described = found.groups()
+    if status:
+        return RankEnding(int(rank), host, "", int(status))
+    # of a step that has used up its memory Slurm does not name the signal
+    number = int(_SIGNALS.get(described, signal.SIGKILL))
+    return RankEnding(int(rank), host, signal_name(number), 128 + number)
 
 
 def has_pmix(program: Path) -> bool:

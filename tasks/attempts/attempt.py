@@ -11,6 +11,7 @@ from pathlib import Path
 from onward.infra.job.hosts import read_hostfile, silence, silent_hosts
 from onward.infra.job.job import Outcome, now_ms, num_oom_kills
 from onward.infra.job.launcher import LaunchError
+from onward.infra.job.slurm_jobs import allocation
 from onward.tasks.attempts.attempt_failure import log_tail, record_first_ending
 from onward.tasks.attempts.attempt_kind import Evidence, classify, sentence_of
 from onward.tasks.attempts.hang import record_hang
@@ -112,9 +113,12 @@ class Attempt:
             disk=disk,
             hosts=silent,
         )
+        kind = classify(evidence)
         return self._write(
-            classify(evidence),
+            kind,
             sentence_of(evidence),
+            # what Slurm ends it starts again, with all of the job; a retry would be ended with it
+            by_itself=not (kind == "preempted" and allocation()),
             result=result,
             error=error,
             detected_ms=min(error.at_ms, outcome.detected_ms) if error else outcome.detected_ms,
@@ -132,6 +136,7 @@ class Attempt:
             "exited": f"{launcher_of(launch).name} ended with status {outcome.returncode} without a result",
             "stopped": "it was stopped",
             "silent": f"killed after {silence:g} s without a heartbeat (launch.heartbeat_timeout_s{compiling})",
+            "out_of_time": f"the ranks were asked to end before job {allocation()} of Slurm does",
             "start_timeout": f"killed after {start:g} s without a first heartbeat (launch.start_timeout_s)",
         }[outcome.reason]
 

@@ -63,7 +63,7 @@ def classify(evidence: Evidence) -> EndingKind:
     # whatever else was noticed: the ranks ended because they were asked to
     if reason == "stopped":
         return "stopped"
-    if evidence.result is not None:
+    if evidence.result is not None or reason == "out_of_time":
         return "preempted"  # ranks that saved and left although this flow has not asked for it
     # the kernel kills with SIGKILL; the counter of the host tells it from a person
     if name == "SIGKILL" and evidence.oom_kills:
@@ -110,6 +110,8 @@ def sentence_of(evidence: Evidence) -> str:
         return f"the run is done{f' before its last step: {result.ended_early}' if result.ended_early else ''}"
     if evidence.outcome.reason == "stopped":
         return "it was stopped as asked" if result else "it was stopped as asked, and did not save in time"
+    if evidence.outcome.reason == "out_of_time":
+        return f"{evidence.ending}; they saved first" if result else f"{evidence.ending}, and did not save in time"
     if result is not None:
         return "a signal that this flow had not sent (SIGTERM or SIGUSR1) asked the ranks to end; they saved first"
     if evidence.hosts or evidence.disk:

@@ -28,7 +28,7 @@ def record_hang(
         if error is not None and error.secondary and TIMED_OUT.search(error.cause):
             waited_in_vain.add(rank)
     by_watchdog = [found[1] for text in dumps.values() if (found := WATCHDOG.search(text))]
-    if outcome.reason == "stopped":  # the user has ended the job, whatever it did
+    if outcome.reason in ("stopped", "out_of_time"):  # it was asked to end, whatever it did
         return False
     silent = outcome.reason in ("silent", "start_timeout")
     timed_out = waited_in_vain or by_watchdog

@@ -29,7 +29,7 @@ def chosen_launcher(launch: LaunchConfig) -> tuple[str, str]:
         return "mpirun", f"launch.hostfile names hosts, also in job {job} of Slurm"
     if shutil.which("srun") is None:
         return "mpirun", f"job {job} of Slurm has no srun on this host"
-    return "slurm", f"this is job {job} of Slurm, whose srun passes Slurm's signals to the ranks themselves"
+    return "slurm", f"this is job {job} of Slurm, whose signals then reach the ranks themselves"
 
 
 def ranks_of(launch: LaunchConfig, num_ranks: int, module: Sequence[str] = ()) -> Ranks:

@@ -111,8 +111,8 @@ def device(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
 def launcher(launch: LaunchConfig) -> Iterable[str]:
     if launch.hostfile and launch.launcher not in ("auto", "mpirun"):
         yield (
-            f"launch.hostfile is for mpirun, and launch.launcher {launch.launcher!r} has hosts of its own; leave one of "
-            "the two out"
+            f"launch.hostfile is for mpirun, and launch.launcher {launch.launcher!r} has hosts of its own; leave one "
+            "of the two out"
         )
 
 

@@ -1,0 +1,60 @@
+"""The command that sends a run to a scheduler."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from onward.flows.commands.common import ConfigFile, Json, Overrides, Profile, layers_of, print_facts
+
+
+class Scheduler(StrEnum):
+    """Where a run can be sent."""
+
+    slurm = "slurm"
+
+
+def submit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Of the run, by which it is found and continued.", show_default=False)
+    ] = "",
+    on: Annotated[Scheduler, typer.Option("--on", help="The scheduler.")] = Scheduler.slurm,
+    profile: Profile = "",
+    nodes: Annotated[int, typer.Option(min=1, max=100_000, help="Hosts that share the ranks.")] = 1,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION", help="Of sbatch, such as time=2:00:00 or partition=gpu. Repeatable.", show_default=False
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and send nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Send a run to Slurm, as a batch job that is started again until the run is finished.
+
+    Checks the configuration, writes a script for sbatch and sends it. Before the time limit and when it is preempted
+    the job saves a checkpoint and is requeued; each start of it goes on with the same run. `onward status NAME` also
+    says what Slurm knows of it, `onward stop NAME` and scancel save and end it. The output is in NAME-JOB.out in the
+    working directory.
+    """
+    from pathlib import Path
+
+    from onward.flows import api
+    from onward.flows.submitting import slurm_script
+
+    files, changes = layers_of(config, overrides)
+    # of the machine on which it runs nothing is known here
+    found = api.config(files, changes, profile=profile)
+    words = [str(Path(file).resolve()) if Path(file).is_file() else file for file in files]
+    words += [*changes, *(["--profile", profile] if profile else [])]
+    script = slurm_script.script_of(name, found, words, nodes=nodes, options=sbatch or ())
+    if dry_run:
+        print(script, end="")
+        return
+    job = slurm_script.send(name, script)
+    facts = {"name": name, "job": job.job, "state": job.state, "output": str(Path(f"{name}-{job.job}.out").resolve())}
+    print_facts(facts, as_json=as_json)

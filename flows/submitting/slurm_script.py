@@ -1,0 +1,132 @@
+"""A run as a batch job of Slurm: its script, what is known of it before it begins, and how it is started again.
+
+onward submit --> sbatch --> script: onward run CONFIG --name NAME --continue
+                              |  scancel, `onward stop`           the run is saved, the job is over
+                              |  time limit, preemption           it is saved, and the job requeued by this process
+                              +- lost host, preemption at once    Slurm requeues it; the newest checkpoint counts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from onward.flows.run_state.runs import holder_of, is_running
+from onward.flows.running.named_run import NAME
+from onward.infra.job import slurm_jobs
+from onward.infra.job.slurm_jobs import SlurmError, SlurmJob
+from onward.tasks.checks.machine_check import num_ranks
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.errors import ConfigError, RuntimeUnavailable, shown
+from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.machine.private_home import make_private
+from onward.trainer.run.records import Record, read_record, write_record
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks={ranks}
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+# two minutes before the time limit: save, end, and begin again
+#SBATCH --signal=B:TERM@120
+#SBATCH --requeue
+{options}export ONWARD_HOME={home}
+# the tasks of an array are runs of their own
+exec {command} --name {name}"${{SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}" --continue
+"""
+
+
+class Submission(Record):
+    """A job that was sent for a run."""
+
+    job: str
+    """Its id in Slurm."""
+
+
+def script_of(
+    name: str, config: RunConfig, words: Sequence[str], *, nodes: int = 1, options: Sequence[str] = ()
+) -> str:
+    """Return the script of the run NAME. words: CONFIG and what follows it. Raises ConfigError.
+
+    options: of sbatch, such as time=2:00:00, which are written below those of Onward, and win.
+    """
+    if not NAME.fullmatch(name) or name == config.name:
+        raise ConfigError(
+            f"--name {shown(repr(name))}: a name has up to 100 letters, digits, dots, hyphens and underscores, and is "
+            "not that of the configuration"
+        )
+    ranks = num_ranks(config.parallel, config.launch)
+    if nodes > ranks:
+        raise ConfigError(f"--nodes {nodes}: the run has {ranks} rank{'s' * (ranks > 1)}, and each host needs one")
+    if config.launch.hostfile:
+        raise ConfigError("launch.hostfile names hosts, and those of a job are chosen by Slurm; leave it out")
+    if unsafe := [each for each in options if not each.strip("-") or any(mark in each for mark in "\n\r#")]:
+        raise ConfigError(f"--sbatch {shown(repr(unsafe[0]))} is no option of sbatch, such as time=2:00:00")
+    command = [sys.executable, "-m", "onward.flows.cli", "run", *words]
+    return SCRIPT.format(
+        name=name,
+        nodes=nodes,
+        ranks=ranks,
+        options="".join(f"#SBATCH --{each.lstrip('-')}\n" for each in options),
+        home=shlex.quote(str(onward_home())),
+        command=shlex.join(command),
+    )
+
+
+def send(name: str, script: str) -> SlurmJob:
+    """Send a script to Slurm, and return its job. Raises ConfigError if NAME waits or runs, else RuntimeUnavailable."""
+    if (known := submitted(name)) and not known.has_ended:
+        raise ConfigError(
+            f"{name} is submitted already: {known}; `scancel {known.job}` ends it, or choose another --name"
+        )
+    try:
+        job = slurm_jobs.send(script, folder=str(Path.cwd()))
+    except SlurmError as error:
+        raise RuntimeUnavailable(str(error)) from None
+    make_private(onward_home())
+    _record(name).parent.mkdir(exist_ok=True)
+    write_record(_record(name), Submission(job=job))
+    return slurm_jobs.find(job) or SlurmJob(job, "sent")
+
+
+def submitted(name: str) -> SlurmJob | None:
+    """Return the newest job that was sent for the run NAME; None if there is none, or Slurm has forgotten it."""
+    if not NAME.fullmatch(name) or not _record(name).exists():
+        return None
+    return slurm_jobs.find(read_record(_record(name), Submission).job)
+
+
+def job_of(run: RunDir, name: str) -> SlurmJob | None:
+    """Return the job that runs a run, or will go on with it; None if there is none."""
+    if is_running(run):
+        holder = holder_of(run)
+        return slurm_jobs.find(holder["slurm_job"]) if holder and holder["slurm_job"] else None
+    waiting = submitted(name)
+    return None if waiting is None or waiting.has_ended else waiting
+
+
+def _record(name: str) -> Path:
+    return onward_home() / "submitted" / f"{name}.json"
+
+
+@contextlib.contextmanager
+def requeued() -> Iterator[None]:
+    """Let Slurm start its batch job again, of which this process is the script, if SIGTERM ends what is inside."""
+    try:
+        yield
+    except SystemExit as ended:
+        job = slurm_jobs.batch_job()
+        # of a job that was cancelled the state is no longer RUNNING
+        if job and ended.code == 128 + signal.SIGTERM and (found := slurm_jobs.find(job)) and found.state == "RUNNING":
+            print(f"onward: job {job} of Slurm is put back into the queue, and goes on from there", file=sys.stderr)
+            try:
+                slurm_jobs.requeue(job)
+            except SlurmError as error:
+                print(f"onward: {error}; send it again to go on", file=sys.stderr)
+        raise

@@ -1,0 +1,76 @@
+"""The script of a run, which sbatch gets; what Slurm does with it is proven in tests/flows/test_slurm.py."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from onward.flows.submitting.slurm_script import script_of
+from onward.infra.job import slurm_jobs
+from onward.trainer.config.loading import build_config
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.errors import ConfigError
+
+
+def config(**launch: object) -> RunConfig:
+    sections = {"model": {"path": "/m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 4}}
+    return build_config({**sections, "parallel": {"data": 2}, "launch": launch, "name": "digits"})
+
+
+def test_the_script_begins_or_continues_one_run_and_each_task_of_an_array_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "a home"))
+    script = script_of("d1", config(), ["my config.toml", "train.seed=3"], nodes=2, options=["time=2:00:00", "--mem=0"])
+    head = script.split("\nexport")[0].splitlines()
+    assert head[0] == "#!/bin/bash"
+    for option in ("job-name=d1", "nodes=2", "ntasks=2", "signal=B:TERM@120", "requeue", "time=2:00:00", "mem=0"):
+        assert f"#SBATCH --{option}" in head
+    # what bash makes of it, with a program that prints its words in place of `onward run`
+    command = script.splitlines()[-1]
+    assert command.startswith("exec ")
+    printed = script.replace(command, command.replace("exec ", 'printf "%s\\n" "$ONWARD_HOME" '))
+    for environment, name in (({}, "d1"), ({"SLURM_ARRAY_TASK_ID": "4"}, "d1-4")):
+        said = subprocess.run(["bash"], input=printed, env=environment, capture_output=True, text=True, check=True)
+        home, *words = said.stdout.splitlines()
+        assert home == str(tmp_path / "a home")
+        assert words[-6:] == ["run", "my config.toml", "train.seed=3", "--name", name, "--continue"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "launch", "said"),
+    [
+        ("../x", {}, {}, "a name has up to 100 letters"),
+        ("digits", {}, {}, "is not that of the configuration"),
+        ("d1", {"nodes": 3}, {}, "--nodes 3: the run has 2 ranks"),
+        ("d1", {"options": ["time=1\n#SBATCH --uid=0"]}, {}, "is no option of sbatch"),
+        ("d1", {"options": ["--"]}, {}, "is no option of sbatch"),
+        ("d1", {}, {"hostfile": "/hosts"}, "launch.hostfile names hosts"),
+    ],
+)
+def test_what_makes_no_job_is_refused(name: str, changes: dict, launch: dict, said: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ConfigError, match=shlex.quote(said).strip("'").replace(".", r"\.")):
+        script_of(name, config(**launch), ["c.toml"], **changes)
+
+
+def test_what_squeue_says_is_read_and_after_it_what_the_accounting_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, does in (
+        ("squeue", 'case "$*" in *--jobs=1*) echo "RUNNING|None|n[1-3]|2026-11-29T08:32:34";; *) exit 1;; esac'),
+        ("sacct", 'case "$*" in *--jobs=2*) echo "CANCELLED by 0|None|n1|2026-11-29T08:00:00"; esac'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    running = slurm_jobs.find("1")
+    assert str(running) == "job 1 of Slurm is RUNNING on n[1-3] and ends at 2026-11-29T08:32:34 at the latest"
+    cancelled = slurm_jobs.find("2")
+    assert cancelled is not None
+    assert cancelled.has_ended
+    assert slurm_jobs.find("3") is None
+    assert slurm_jobs.ends_at({}) == float("inf")
+    assert slurm_jobs.ends_at({"SLURM_JOB_ID": "3", "SLURM_JOB_END_TIME": "99"}) == 99.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,16 @@ def test_the_script_begins_or_continues_one_run_and_each_task_of_an_array_its_ow
         home, *words = said.stdout.splitlines()
         assert home == str(tmp_path / "a home")
         assert words[-6:] == ["run", "my config.toml", "train.seed=3", "--name", name, "--continue"]
+
+
+def test_the_page_shows_the_script_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONWARD_HOME", "/shared/onward")
+    page = (Path(__file__).parents[3] / "docs/how-to/gpus-and-clusters.md").read_text(encoding="utf-8")
+    shown = page.partition("#!/bin/bash")[2].partition("```")[0]
+    given = config().model_copy(update={"parallel": config().parallel.model_copy(update={"data": 16})})
+    options = ["time=8:00:00", "gpus-per-node=8"]
+    script = script_of("d1", given, ["CONFIG", "parallel.data=16"], nodes=2, options=options)
+    assert script == f"#!/bin/bash{shown}".replace("exec onward", f"exec {sys.executable} -m onward.flows.cli")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,15 @@ from pathlib import Path
 
 from onward.infra.job import launcher
 from onward.infra.job.job_guard import TAG
-from onward.infra.job.launcher import CARRIED, LauncherEnding, LaunchError, RankEnding, Ranks, signal_name, with_settings
+from onward.infra.job.launcher import (
+    CARRIED,
+    LauncherEnding,
+    LaunchError,
+    RankEnding,
+    Ranks,
+    signal_name,
+    with_settings,
+)
 
 SETTINGS: Mapping[str, str] = {
     **launcher.SETTINGS,

@@ -4,8 +4,8 @@
       +-- ray_ranks.py --> placement group: a bundle of CPUs and GPUs for each rank
                        --> an actor in each bundle --> the rank, its child process
 
-Ranks find each other by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (trainer/distributed/env_world.py). Ray only starts
-them: what a failure costs and what follows is decided here as under any launcher.
+Ranks find each other by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (trainer/distributed/env_world.py). Ray only
+starts them: attempts and checkpoints are Onward's, as under any launcher.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     this program, a driver of Ray --- actor --- rank 0       start, signal, look: calls of the actor
                                   +-- actor --- rank 1
 
-The placement group and the actors belong to this driver: Ray removes them also when it is killed. An actor that ends takes
-its rank with it, by the kernel. The first rank that fails ends the others.
+The placement group and the actors belong to this driver: Ray removes them also when it is killed. The kernel ends a
+rank with its actor. The first rank that fails ends the others.
 
 Exit status: that of the first rank that failed, 128 + the number of a signal, 75 if all saved, 0.
 """
@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -41,8 +42,8 @@ from onward.infra.job.launcher import CARRIED
 PORTS = range(20_000, 32_000)
 """Where ranks meet: above the ports of Ray's workers, below those that the kernel gives to outgoing connections."""
 FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "TORCHELASTIC_", "OMP_NUM_THREADS")
-"""Prefixes of the variables of a node that are kept from its ranks: a Ray that srun or mpirun has started has theirs, by
-which ranks would look for their world, and Ray gives each actor one thread."""
+"""Prefixes of the variables of a node that its ranks do not get: by those of an srun that has started Ray they would
+look for their world, and Ray gives each actor one thread."""
 POLL_S = 0.2
 SILENT_S = 1.0
 """Longest wait for the answers of actors: one that does not answer must not delay what is sent to the others."""
@@ -100,7 +101,7 @@ class RankActor:
         """Start the rank in a folder. client: the path of child_program.py. variables: of its environment."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         # a file, not a pipe: a driver that is slow or suspended must not stop the rank
-        self.output = tempfile.TemporaryFile()
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as this process)
         self.num_read = 0
         self.child = subprocess.Popen(
             # the kernel kills the rank when this process ends
@@ -309,7 +310,7 @@ def start_ranks(group: PlacementGroup, words: Sequence[str]) -> list[RunningRank
     for rank, index in enumerate(order):
         place = places[index]
         own = {"RANK": str(rank), "LOCAL_RANK": str(sum(other.place.node == place.node for other in ranks))}
-        starting = actors[index].start.remote(child_program.__file__, words, os.getcwd(), FOREIGN, shared | own)
+        starting = actors[index].start.remote(child_program.__file__, words, str(Path.cwd()), FOREIGN, shared | own)
         ranks.append(RunningRank(rank, actors[index], place, starting))
     return ranks
 

@@ -1,4 +1,4 @@
-"""Whole runs whose ranks a real Ray cluster of two nodes starts: the bits of mpirun, through every fault; nothing left."""
+"""Whole runs on a real Ray cluster of two nodes: the bits of mpirun, also after faults, and nothing is left."""
 
 from __future__ import annotations
 

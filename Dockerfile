@@ -16,8 +16,10 @@ FROM python:${PYTHON}-slim
 ARG DEVICE=cpu
 ARG CPU_WHEELS=https://download.pytorch.org/whl/cpu
 
-# g++ is for graph.compile: torch.compile writes C++ for the CPU, and Triton compiles its launcher for a GPU.
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+# g++ is for graph.compile: torch.compile writes C++ for the CPU, and Triton compiles its launcher for a GPU. ssh is for an
+# MPIJob of Kubernetes, whose pods mpirun reaches over it; its server runs only where a pod's command is sshd.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ openssh-client openssh-server \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
 
 COPY pyproject.toml README.md LICENSE /source/
 COPY .ci/constraints.txt /source/.ci/constraints.txt
@@ -32,7 +34,14 @@ COPY infra /source/infra
 RUN if [ "$DEVICE" = cpu ]; then export PIP_EXTRA_INDEX_URL="$CPU_WHEELS"; fi; \
     python -m pip install --no-cache-dir -c /source/.ci/constraints.txt "/source[flow,mpi,metrics,sweep,remote,gcs,azure,huggingface,text,audio]" && rm -rf /source
 
-RUN useradd --create-home onward && mkdir /work && chown onward /work
+# The manifests of `onward submit --on kubernetes` have the number of the user. The keys are those that the MPI operator
+# mounts: of root, though readable, which StrictModes refuses.
+RUN useradd --create-home --uid 1000 onward && mkdir /work /onward && chown onward /work /onward
+RUN printf '%s\n' 'Port 2222' 'HostKey /home/onward/.ssh/id_rsa' 'AuthorizedKeysFile /home/onward/.ssh/authorized_keys' \
+        'StrictModes no' 'PidFile none' 'UsePAM no' 'PasswordAuthentication no' 'MaxStartups 1000' \
+        > /etc/ssh/sshd_config.onward \
+    && printf '%s\n' 'Host *' '    Port 2222' '    StrictHostKeyChecking no' '    UserKnownHostsFile /dev/null' \
+        '    LogLevel ERROR' > /etc/ssh/ssh_config.d/onward.conf
 USER onward
 ENV ONWARD_HOME=/home/onward/.onward
 WORKDIR /work

@@ -56,6 +56,7 @@ COMMANDS: dict[str, list[tuple[Callable[..., None], str]]] = {
             notes(
                 "onward submit digits.toml parallel.data=16 --name d1 --nodes 2 --sbatch time=2:00:00",
                 "onward submit digits.toml --name d1 --dry-run",
+                "onward submit digits.toml --name d1 --on kubernetes --image registry/onward:1 launch.device=cuda",
                 exits=(0, 2, 3),
             ),
         ),

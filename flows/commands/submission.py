@@ -14,6 +14,15 @@ class Scheduler(StrEnum):
     """Where a run can be sent."""
 
     slurm = "slurm"
+    kubernetes = "kubernetes"
+
+
+class Kind(StrEnum):
+    """As what a run is sent to Kubernetes."""
+
+    job = "job"
+    trainjob = "trainjob"
+    mpijob = "mpijob"
 
 
 def submit(
@@ -31,15 +40,25 @@ def submit(
             metavar="OPTION", help="Of sbatch, such as time=2:00:00 or partition=gpu. Repeatable.", show_default=False
         ),
     ] = None,
+    kind: Annotated[
+        Kind, typer.Option(help="On Kubernetes: one pod, one pod by Kubeflow Trainer, or --nodes pods with ssh.")
+    ] = Kind.job,
+    image: Annotated[str, typer.Option(help="On Kubernetes: the image of the pods.")] = "onward",
+    claim: Annotated[
+        str, typer.Option(help="On Kubernetes: the PersistentVolumeClaim that all pods mount at /onward.")
+    ] = "onward",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and send nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Send a run to Slurm, as a batch job that is started again until the run is finished.
+    """Send a run to Slurm, or print it for Kubernetes: a job that is started again until the run is finished.
 
     Checks the configuration, writes a script for sbatch and sends it. Before the time limit and when it is preempted
     the job saves a checkpoint and is requeued; each start of it goes on with the same run. `onward status NAME` also
     says what Slurm knows of it, `onward stop NAME` and scancel save and end it. The output is in NAME-JOB.out in the
     working directory.
+
+    With --on kubernetes nothing is sent: the manifests are printed, for `kubectl apply -f -`. The TOML files become a
+    part of them; the files that settings name must be below /onward on the volume, or URLs.
     """
     from pathlib import Path
 
@@ -49,6 +68,12 @@ def submit(
     files, changes = layers_of(config, overrides)
     # of the machine on which it runs nothing is known here
     found = api.config(files, changes, profile=profile)
+    if on is Scheduler.kubernetes:
+        from onward.flows.submitting.kubernetes_manifests import Pods, manifests_of
+
+        said = [*changes, *(["--profile", profile] if profile else [])]
+        print(manifests_of(name, found, files, said, Pods(kind.value, image, claim, nodes)), end="")
+        return
     words = [str(Path(file).resolve()) if Path(file).is_file() else file for file in files]
     words += [*changes, *(["--profile", profile] if profile else [])]
     script = slurm_script.script_of(name, found, words, nodes=nodes, options=sbatch or ())

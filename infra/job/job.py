@@ -33,11 +33,12 @@ from onward.infra.job.job_guard import TAG, Guard, is_suspended, kill_job, membe
 from onward.infra.job.launcher import Launcher, LaunchError, Ranks
 from onward.infra.job.mpirun import Mpirun
 from onward.infra.job.process_identity import boot_id
+from onward.infra.job.ray_launcher import Ray
 from onward.infra.job.srun import Srun
 from onward.infra.job.stopped_ranks import StoppedRanks
 from onward.infra.job.temporary_folders import make, remove
 
-LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({"mpirun": Mpirun(), "slurm": Srun()})
+LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({"mpirun": Mpirun(), "slurm": Srun(), "ray": Ray()})
 """`launch.launcher` -> what it names."""
 
 POLL_S = 0.1

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from onward.infra.job.job_guard import TAG
+
 SETTINGS: Mapping[str, str] = {
     # The output of a crashing rank reaches the log.
     "PYTHONUNBUFFERED": "1",
@@ -24,6 +26,10 @@ SETTINGS: Mapping[str, str] = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 """Environment of the ranks under any launcher."""
+
+
+CARRIED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "MPI4PY_", "OMP_", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", TAG)
+"""Prefixes of the variables that are sent to ranks on other hosts; no other variable leaves this host."""
 
 
 class LaunchError(Exception):
@@ -41,6 +47,10 @@ class Ranks:
     """The hosts of the ranks; "" = the launcher decides, as a rule this host."""
     networks: tuple[str, ...] = ()
     """The networks by which these hosts reach each other, such as "10.0.0.0/24"; () = the launcher decides."""
+    device: str = "cpu"
+    """As `launch.device`, for a launcher that reserves GPUs; so are the next two."""
+    ranks_per_gpu: int = 1
+    threads: int = 0
 
 
 @dataclass(frozen=True)

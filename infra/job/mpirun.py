@@ -18,7 +18,15 @@ from pathlib import Path
 
 from onward.infra.job import launcher
 from onward.infra.job.job_guard import TAG
-from onward.infra.job.launcher import LauncherEnding, LaunchError, RankEnding, Ranks, signal_name, with_settings
+from onward.infra.job.launcher import (
+    CARRIED,
+    LauncherEnding,
+    LaunchError,
+    RankEnding,
+    Ranks,
+    signal_name,
+    with_settings,
+)
 
 SETTINGS: Mapping[str, str] = {
     **launcher.SETTINGS,
@@ -38,9 +46,6 @@ SETTINGS: Mapping[str, str] = {
 
 ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE", "COBALT_NODEFILE")
 """Variables of schedulers, whose hosts mpirun takes where there is no hostfile."""
-
-CARRIED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "MPI4PY_", "OMP_", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", TAG)
-"""Prefixes of the variables that are sent to ranks on other hosts; no other variable leaves this host."""
 
 NETWORKS = ("OMPI_MCA_btl_tcp", "PRTE_MCA_prte")
 """The beginnings of the variables that say which networks the ranks, and mpirun with its daemons, use."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from onward.infra.job.hosts import with_slots
@@ -35,6 +36,18 @@ def chosen_launcher(launch: LaunchConfig) -> tuple[str, str]:
     return "slurm", f"this is job {job} of Slurm, whose signals then reach the ranks themselves"
 
 
+def ranks_of(launch: LaunchConfig, num_ranks: int, module: Sequence[str] = ()) -> Ranks:
+    """Return what the launcher starts."""
+    return Ranks(
+        module=tuple(module),
+        num_ranks=num_ranks,
+        hostfile=launch.hostfile,
+        device=launch.device,
+        ranks_per_gpu=launch.ranks_per_gpu,
+        threads=launch.threads_per_rank,
+    )
+
+
 def job_of(
     launch: LaunchConfig,
     module: Sequence[str],
@@ -52,7 +65,7 @@ def job_of(
     known = RunDir(run_dir).networks
     networks = read_record(known, Networks).networks if launch.hostfile and known.exists() else ()
     return Job(
-        ranks=Ranks(module=tuple(module), num_ranks=num_ranks, hostfile=hostfile, networks=networks),
+        ranks=replace(ranks_of(launch, num_ranks, module), hostfile=hostfile, networks=networks),
         launcher=launcher_of(launch),
         run_dir=run_dir,
         log=log,

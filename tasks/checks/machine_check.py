@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 from onward.infra import weights_and_biases
 from onward.infra.job.hosts import read_hostfile
-from onward.infra.job.launcher import Ranks
-from onward.tasks.attempts.jobs import launcher_of
+from onward.tasks.attempts.jobs import launcher_of, ranks_of
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.tasks.checks.registered_models import store_of
 from onward.tasks.mapped_parts import engine_problems
@@ -81,7 +80,7 @@ def num_ranks(parallel: ParallelConfig, launch: LaunchConfig) -> int:
 def _launcher_problems(launch: LaunchConfig, ranks: int) -> Iterator[str]:
     launcher = launcher_of(launch)
     install = f": {how_to_install('mpi')}" if launcher.name == "mpirun" else ""
-    for problem in launcher.problems(Ranks(num_ranks=ranks, hostfile=launch.hostfile), os.environ):
+    for problem in launcher.problems(ranks_of(launch, ranks), os.environ):
         yield f"{problem}{install}"
 
 

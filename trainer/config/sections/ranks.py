@@ -119,9 +119,10 @@ class LaunchConfig(Section):
 
     num_ranks: NonNegativeInt = 0
     """Processes that the launcher starts; 0 = as many as [parallel] needs."""
-    launcher: Literal["auto", "mpirun", "slurm"] = "auto"
-    """What starts the ranks: `mpirun` of Open MPI, or `slurm` = srun, on the hosts of the allocation. `auto` = mpirun,
-    but slurm in an allocation of Slurm that has srun and without a hostfile."""
+    launcher: Literal["auto", "mpirun", "slurm", "ray"] = "auto"
+    """What starts the ranks: `mpirun` of Open MPI; `slurm` = srun, on the hosts of the allocation; `ray` = the Ray
+    cluster of RAY_ADDRESS or of this host. `auto` = mpirun, but slurm in an allocation of Slurm that has srun and
+    without a hostfile."""
     hostfile: Location = ""
     """An MPI hostfile, for mpirun; empty = this machine, or the hosts of the allocation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

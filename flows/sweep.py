@@ -21,7 +21,7 @@ from prefect.settings import get_current_settings
 from prefect.states import Pending
 
 from onward.flows.run_state.flow_log import flow_log
-from onward.flows.run_state.runs import sign
+from onward.flows.run_state.lease import renewed
 from onward.flows.running.flow_guard import Ending, raise_stop
 from onward.flows.running.local_run import CREATOR, mark_orphaned_runs_crashed
 from onward.flows.sweeps import report
@@ -112,8 +112,8 @@ def locked(folder: SweepDir) -> Iterator[None]:
             raise ConfigError(
                 f"another process works on the sweep {folder.root.name}; wait for its end, or stop it first"
             )
-        sign(file)
-        yield
+        with renewed(file, folder.lock):
+            yield
 
 
 def identify(folder: SweepDir, plan: Sweep) -> RunIdentity:

@@ -133,5 +133,7 @@ def hosts(hostfile: str) -> tuple[list[Finding], tuple[str, ...]]:
     for warning in table.warnings:
         what, _, fix = warning.partition("; ")
         found.append(Finding.note("hosts", what, fix))
-    found += [Finding.ok("hosts", str(row)) for row in table.rows if row.report and not row.problems]
+    for row in table.rows:
+        if row.report and not row.problems:
+            found.append(Finding.ok("hosts", str(row)))
     return found, table.networks

@@ -11,11 +11,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from onward.flows.run_state.lease import renewed
 from onward.flows.run_state.run_index import listed_runs
-from onward.infra.job.process_identity import this_process
-from onward.infra.job.slurm_jobs import batch_job
 from onward.infra.mlflow.mlflow_store import TrackingError
 from onward.infra.mlflow.tracking import Status, Tracker
 from onward.infra.servers.service_state import try_lock
@@ -116,18 +115,8 @@ def locked(run: RunDir, *, timeout_s: float = 60.0) -> Iterator[None]:
                     f"{reference_to(run)}` shows its step; wait for its end, or stop it first"
                 )
             time.sleep(0.2)
-        sign(file)
-        yield
-
-
-def sign(lock: IO[bytes]) -> None:
-    """Write into a lock which process holds it, for `holder_of`."""
-    with contextlib.suppress(OSError):  # on a full disk only a status lacks it
-        # the former holder may have had a longer text
-        lock.truncate(0)
-        lock.write(json.dumps(this_process() | {"slurm_job": batch_job()}).encode())
-        lock.flush()
-        os.utime(lock.fileno())
+        with renewed(file, run.lock):
+            yield
 
 
 def holder_of(run: RunDir) -> dict[str, Any] | None:

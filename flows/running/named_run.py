@@ -5,6 +5,7 @@
     X was killed, stopped or has failed      it is resumed
     X is finished                            nothing is started; exit status 0
     X runs, here or on another host          refused
+    X runs on a host that is lost            it is resumed, once its lock was not renewed for a minute (lease.py)
     X was begun with other settings          refused, but for limits of [stop]: it goes on with those that are given
 
 Of two processes that begin X at the same time, also on two hosts with one home, the second is refused: the first holds
@@ -16,12 +17,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from onward.flows.run_state.lease import LEASE_S, free_abandoned, renewed
 from onward.flows.run_state.run_index import listed_runs
-from onward.flows.run_state.runs import sign
 from onward.infra.servers.service_state import try_lock
 from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.run_config import RunConfig
@@ -58,13 +60,19 @@ def named_run(name: str, *, may_continue: bool) -> Iterator[NamedRun]:
     make_private(onward_home())
     folder = onward_home() / "named"
     folder.mkdir(exist_ok=True)
-    with (folder / name).open("ab") as lock:
+    path = folder / name
+    if may_continue:
+        # of a name that no run has, this is a directory, and no lock
+        run = RunDir(onward_home() / "runs" / (owner_of(name) or ""))
+        for freed in free_abandoned([path, run.lock]):
+            print(f"onward: {freed} was not renewed for {LEASE_S:g} s: its host is taken for lost", file=sys.stderr)
+    with path.open("ab") as lock:
         if not try_lock(lock):
             raise ConfigError(
                 f"the run {name} is running already, or just begins; `onward status {name}` shows its step"
             )
-        sign(lock)
-        yield _meaning_of(name, may_continue=may_continue)
+        with renewed(lock, path):
+            yield _meaning_of(name, may_continue=may_continue)
 
 
 def _meaning_of(name: str, *, may_continue: bool) -> NamedRun:

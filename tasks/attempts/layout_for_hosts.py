@@ -15,7 +15,8 @@ from pathlib import Path
 from onward.infra.job.hosts import write_hostfile
 from onward.tasks.attempts.retry_policy import adjustments
 from onward.tasks.checks.rehearsing import NONE, Preparation
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
+from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.run.adjustments import Adjustments, fewer_replicas, with_adjustments
 from onward.trainer.run.allowed_code import AllowedCode
@@ -63,7 +64,8 @@ def use_hosts(run: RunDir, hosts: Mapping[str, int], *, lost: str) -> None:
             f"{config.train.global_batch_size}"
         )
     write_record(run.adjusted, found)
-    layout = _described(config, with_adjustments(config, found))
+    now = with_adjustments(config, found)
+    layout = _described(parallel, now.parallel, now.train)
     log.warning("%s; going on with %s on %s (launch.on_host_lost)", lost, layout, ", ".join(hosts))
 
 
@@ -93,14 +95,13 @@ def _other_layout(run: RunDir, changes: Adjustments, slots: int, hostfile: Path)
     return None
 
 
-def _described(before: RunConfig, now: RunConfig) -> str:
-    """Return in words what has changed of a layout."""
-    was = before.parallel
-    parallel = now.parallel
-    if (was.tensor, was.pipeline) == (parallel.tensor, parallel.pipeline):
-        layout = f"{parallel.data} of {was.data} replicas"
+def _described(was: ParallelConfig, now: ParallelConfig, train: TrainConfig) -> str:
+    """Return in words what has changed of a layout. train: as it is now."""
+    if (was.tensor, was.pipeline) == (now.tensor, now.pipeline):
+        layout = f"{now.data} of {was.data} replicas"
     else:
-        layout = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
-    steps = now.train.gradient_accumulation_steps
+        layout = f"data {now.data} x tensor {now.tensor} x pipeline {now.pipeline}"
+    steps = train.gradient_accumulation_steps
+    samples = train.global_batch_size // (now.data * steps)
     micro_batches = f"{steps} micro-batches of " if steps > 1 else ""
-    return f"{layout}, each with {micro_batches}{now.micro_batch_size} samples in a step"
+    return f"{layout}, each with {micro_batches}{samples} samples in a step"

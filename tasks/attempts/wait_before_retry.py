@@ -80,7 +80,8 @@ def wait_for_hosts(run: RunDir, *, known: Mapping[str, str] = MappingProxyType({
     launch = read_config(run, "given").launch
     path = Path(launch.hostfile)
     hosts = read_hostfile(path)
-    lost = {host: known[host] for host in hosts if host in known and launch.on_host_lost == "fewer"}
+    may_go_on = launch.on_host_lost == "fewer"
+    lost = {host: known[host] for host in hosts.keys() & known.keys()} if may_go_on else {}
     silent = {**lost, **unready_hosts(run, [host for host in hosts if host not in lost])}
     deadline = time.monotonic() + launch.host_wait_s
     said = ""

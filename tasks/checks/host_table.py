@@ -61,15 +61,21 @@ class HostTable(Record):
     @property
     def networks(self) -> tuple[str, ...]:
         """The networks that ssh used, such as "10.0.0.0/24"; () where one of them is not known, or for one host."""
-        remote = [row.report for row in self.rows if row.report is not None and row.report.address]
-        found = [report.network for report in remote] + [network_of(report.head) for report in remote]
-        return tuple(sorted(set(found))) if all(found) else ()
+        networks = []
+        for report in self._reports().values():
+            # ssh does not ask this host itself
+            if report.address:
+                networks += [report.network, network_of(report.head)]
+        return tuple(sorted(set(networks))) if all(networks) else ()
+
+    def _reports(self) -> dict[str, HostReport]:
+        return {row.host: row.report for row in self.rows if row.report is not None}
 
     @property
     def problems(self) -> tuple[str, ...]:
         """What would end a job, a sentence each."""
-        reports = {row.host: row.report for row in self.rows if row.report is not None}
-        return (*(problem for row in self.rows for problem in row.problems), *_different_versions(reports))
+        found = [problem for row in self.rows for problem in row.problems]
+        return (*found, *_different_versions(self._reports()))
 
     def unready(self) -> dict[str, str]:
         """Return the hosts that cannot be used now, with the reason; those with other versions than the first, too."""
@@ -78,7 +84,7 @@ class HostTable(Record):
             why = "; ".join(problem.removeprefix(f"{row.host} ") for problem in row.problems)
             if why:
                 found[row.host] = f"{BUT}{why}"
-        reports = {row.host: row.report for row in self.rows if row.host not in found and row.report is not None}
+        reports = {host: report for host, report in self._reports().items() if host not in found}
         first = next(iter(reports), "")
         for host, report in reports.items():
             if differing := list(_different_versions({first: reports[first], host: report})):

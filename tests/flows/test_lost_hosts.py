@@ -147,3 +147,28 @@ def test_a_host_that_is_cut_off_or_frozen_is_noticed_in_15_seconds_by_default(
     assert command.wait(400) == 0, log.read_text()[-3000:]
     assert [each.kind for each in endings(run)] == ["host_lost", "done"]
     until(lambda: not [each for each in cluster.processes("h1") if "onward" in " ".join(each.cmdline())], limit_s=60)
+
+
+def test_a_lost_head_is_taken_over_by_another_host_and_ends_when_it_comes_back(
+    workshop: Workshop, cluster: Machines, undisturbed: RunDir
+) -> None:
+    """A frozen host keeps its locks, as one that died keeps them on a network file system."""
+    hostfile = workshop.root / "head.hosts"
+    hostfile.write_text("h1\nh2\n")
+    words = [sys.executable, "-m", "onward.flows.cli", "run", str(workshop.root / "config.toml"), *SETTINGS]
+    words += [f"launch.hostfile='{hostfile}'", "--name", "night", "--continue"]
+    first = cluster.start(words, workshop.environment, workshop.root / "head-0.log")
+    run = workshop.new_run()
+    until(lambda: reached(run, 120), limit_s=180)
+    cluster.freeze("h0")
+    second = cluster.start(words, workshop.environment, workshop.root / "head-1.log", host="h1")
+    said = (workshop.root / "head-1.log").read_text
+    until(lambda: reached(run, 0, attempt=2), limit_s=300)
+    cluster.thaw("h0")
+    assert first.wait(60) == 72
+    assert "another host has taken" in (workshop.root / "head-0.log").read_text()
+    assert second.wait(300) == 0, said()[-3000:]
+    assert said().count("was not renewed for 60 s: its host is taken for lost") == 2
+    assert endings(run)[-1].kind == "done"
+    assert run.current_attempt == 2
+    assert_equal_bits(final_tensors(run), final_tensors(undisturbed))

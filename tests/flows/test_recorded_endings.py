@@ -21,11 +21,11 @@ from onward.flows.running.flow_guard import Ending
 from onward.infra.job.job import Outcome
 from onward.tasks.train import train, worth_retrying
 from onward.trainer.config.loading import build_config
-from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUnavailable, Stopped
+from onward.trainer.errors import ConfigError, DataError, OnwardError, RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.outcomes.attempt_endings import endings
 from onward.trainer.run.outcomes.run_ending import ending_of
-from onward.trainer.run.records import AttemptResult, RankError, TrainResult, write_record
+from onward.trainer.run.records import AttemptResult, RankError, RankReport, RuntimeReport, TrainResult, write_record
 from tests.flows.test_cli import make_run
 from tests.support.attempts import ASSERTION, TIMED_OUT, WATCHDOG
 
@@ -298,6 +298,22 @@ def _failed(error: Exception) -> State[Any]:
     from prefect.states import Failed
 
     return Failed(data=error)
+
+
+def test_the_host_that_a_rank_has_lost_is_named_and_not_the_rank(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = lost("RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.88.0.11]:4711")
+    known = {"world_size": 2, "expected_world_size": 2, "pid": 1, "device": "cpu", "versions": {}, "memory_bytes": 1}
+    known |= {"all_reduce": 3.0, "all_reduce_expected": 3.0}
+    ranks = [RankReport(rank=rank, host=f"h{rank}", address=f"10.88.0.1{rank}", **known) for rank in (0, 1)]
+    write_record(run.runtime, RuntimeReport(ranks=tuple(ranks), launch_s=1.0, disk_free_bytes=1))
+    monkeypatch.setattr("onward.tasks.attempts.attempt.silent_hosts", lambda hosts: {})
+    monkeypatch.setattr("onward.tasks.attempts.wait_before_retry.unready_hosts", lambda run, hosts: {})
+    monkeypatch.setattr("onward.tasks.train.job_of_attempt", lambda attempt: Job(attempt.run, attempt.number, left))
+    with pytest.raises(TrainingFailed, match=r"step 7: rank 1 on h0 has lost the ranks on h1: RuntimeError: "):
+        trained(run)
+    first, _ = endings(run)
+    assert (first.kind, first.rank, first.host) == ("rank_lost", None, "h1")
+    assert first.sentence.startswith("rank 1 on h0 has lost the ranks on h1: ")
 
 
 @pytest.mark.parametrize(

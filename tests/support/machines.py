@@ -32,6 +32,9 @@ BOOT = """
 hostname {name}
 mount --make-rprivate /
 mount --bind {folder}/hosts /etc/hosts
+# each start of a host has an id of its own
+cat /proc/sys/kernel/random/uuid > {folder}/{name}.boot
+mount --bind {folder}/{name}.boot /proc/sys/kernel/random/boot_id
 [ -f /root/.bashrc ] && mount --bind /dev/null /root/.bashrc
 mkdir -p /run/sshd
 ip link set lo up

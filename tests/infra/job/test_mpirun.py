@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,16 @@ The first process to do so was:
    Exit code:    3
 """
 LOST = "PRTE has lost communication with a remote daemon.\n  Remote daemon: [prterun@0,2] on node h1"
+
+
+def test_mpi_uses_the_networks_of_ssh_unless_the_user_has_chosen() -> None:
+    ranks = replace(WIDE, networks=("10.1.0.0/24", "10.2.0.0/24"))
+    found = Mpirun().environment(ranks, {}, FOLDER)
+    assert found["OMPI_MCA_btl_tcp_if_include"] == found["PRTE_MCA_prte_if_include"] == "10.1.0.0/24,10.2.0.0/24"
+    found = Mpirun().environment(ranks, {"OMPI_MCA_btl_tcp_if_exclude": "lo,docker0"}, FOLDER)
+    assert "OMPI_MCA_btl_tcp_if_include" not in found
+    assert found["PRTE_MCA_prte_if_include"] == "10.1.0.0/24,10.2.0.0/24"
+    assert not [name for name in Mpirun().environment(WIDE, {}, FOLDER) if "_if_" in name]
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,7 @@ def compare_with_served(run: RunDir, served: Path, *, folder: Path) -> int:
 def make_plan(folder: RunDir) -> int:
     """Estimate the layout for `config.json` in `folder`, and write plan.json there."""
     with quick_imports():
+        from onward.trainer.data.schema.signature import facts_of, read_source
         from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
         from onward.trainer.model.first_output_units import with_first_units
         from onward.trainer.model.trainable import open_with_teacher
@@ -249,12 +250,15 @@ def make_plan(folder: RunDir) -> int:
     with exit_with_refusal(folder.root):
         place = cluster_in(folder.root)
         cluster = read_record(place, Cluster) if place.exists() else THIS_MACHINE
-        refuse_absent_gpu(read_config(folder).launch, cluster)
-        config, _ = choose_fixed_batch(read_config(folder))
-        config = with_first_units(config)
-        module = open_with_teacher(config, by_parts=True).module
-        needs = least_needs(module, config)  # before the planner divides the module
-        found = plan(config, module, cluster)
+        config = read_config(folder)
+        refuse_absent_gpu(config.launch, cluster)
+        source = read_source(config.model.path, by_parts=True)
+        facts = facts_of(source, config.model)
+        config, _ = choose_fixed_batch(config, facts.signature)
+        config = with_first_units(config, facts.signature)
+        module = open_with_teacher(config, source=source, by_parts=True).module
+        needs = least_needs(module, config, size_bytes=facts.size_bytes)  # before the planner divides the module
+        found = plan(config, module, cluster, facts.signature)
         write_record(folder.root / "plan.json", found.model_copy(update={"needs": needs}))
     return 0
 

@@ -72,6 +72,11 @@ def deploy(
     all_waiting: Annotated[
         bool, typer.Option("--all-waiting", help="Start every scheduled run that has waited, not the newest alone.")
     ] = False,
+    pool: Annotated[
+        str, typer.Option(help="A work pool of Prefect for its runs: processes, docker or kubernetes.")
+    ] = "onward",
+    queue: Annotated[str, typer.Option(help="A queue of the pool, for example of a kind of GPU.")] = "",
+    image: Annotated[str, typer.Option(help="The image of a docker or kubernetes pool's containers.")] = "",
     as_json: Json = False,
 ) -> None:
     """Create or replace a Prefect deployment of a configuration.
@@ -89,10 +94,14 @@ def deploy(
     from onward.flows.running.local_run import prefect_server
 
     with prefect_server(start=False) as url:
+        from onward.flows.deploying.deploy import Place
         from onward.flows.deploying.deploy import deploy as make_deployment
 
         when: dict[str, Any] = {"cron": cron, "interval_s": interval, "timezone": timezone}
-        deployment_id, limits = make_deployment(resolved, name, **when, allowed=allow or (), all_waiting=all_waiting)
+        place = Place(pool=pool, queue=queue, image=image)
+        deployment_id, limits = make_deployment(
+            resolved, name, **when, allowed=allow or (), all_waiting=all_waiting, place=place
+        )
     facts: dict[str, Any] = {
         "deployment": f"train-onnx/{name}",
         "deployment_id": deployment_id,

@@ -6,11 +6,13 @@ import datetime
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 from uuid import UUID
 
 from onward.flows.deploying.deployment_limits import Limits, limits_of, record
-from onward.flows.deploying.work_pool import START, pool_of, problem_of_pool
+from onward.flows.deploying.signed_limits import KEY
+from onward.flows.deploying.work_pool import START, pool_of, problem_of_pool, template_file
 from onward.flows.form import short_form
 from onward.infra.mlflow.mlflow_store import without_password
 from onward.infra.servers.service_definitions import CLIENT_SETTINGS, POOL
@@ -35,6 +37,21 @@ Trains `{model}` on `{data}` with {ranks} ranks and writes the same ONNX file wi
 """
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the runs of a deployment execute."""
+
+    pool: str = POOL
+    """A work pool of Prefect: processes, docker or kubernetes."""
+    queue: str = ""
+    """A queue of it, which is made if it does not exist; empty = its default."""
+    image: str = ""
+    """The image of their containers; empty = that of the pool."""
+
+
+ON_THIS_MACHINE = Place()
+
+
 def deploy(
     config: RunConfig,
     name: str,
@@ -44,13 +61,14 @@ def deploy(
     timezone: str = "UTC",
     allowed: Sequence[str] = (),
     all_waiting: bool = False,
+    place: Place = ON_THIS_MACHINE,
 ) -> tuple[str, Limits]:
     """Create or replace the deployment `train-onnx/NAME`; return its id and what its runs may use.
 
     `allowed`: directories whose files they may use besides those that the configuration names. `all_waiting`: whether
-    every scheduled run that waits for a running one starts after it, and not the newest alone. Needs a reachable
-    Prefect server. Raises RuntimeUnavailable when the server has no work pool for it, ConfigError for an invalid `cron`
-    and for directories that cannot be allowed.
+    every scheduled run that waits for a running one starts after it, and not the newest alone. `place`: where runs
+    execute. Needs a reachable Prefect server. Raises RuntimeUnavailable when the server has no work pool for it,
+    ConfigError for an invalid `cron` and for directories that cannot be allowed.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentUpdate
@@ -71,7 +89,7 @@ def deploy(
     if interval_s:
         schedules.append(Interval(datetime.timedelta(seconds=interval_s), timezone=timezone, slug="interval"))
     config = config.model_copy(update={"monitor": with_tracking_uri(config.monitor)})
-    job_variables = _job_variables()
+    job_variables = _job_variables(place)
     limits = limits_of(name, dict(config), allowed, all_waiting=all_waiting)
     # As JSON, which Prefect stores. What has its default is left out, so that the parameters of a run fit a screen.
     parameters: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
@@ -79,7 +97,8 @@ def deploy(
         name,
         # The worker imports the installed package; a file path would need this checkout on its machine.
         entrypoint_type=EntrypointType.MODULE_PATH,
-        work_pool_name=POOL,
+        work_pool_name=place.pool,
+        work_queue_name=place.queue or None,
         schedules=schedules,
         parameters=parameters,
         tags=["onward", config.model.path.stem],
@@ -98,7 +117,7 @@ def deploy(
     return deployment_id, limits
 
 
-def _job_variables() -> dict[str, Any]:
+def _job_variables(place: Place) -> dict[str, Any]:
     """Return the variables that the work pool needs: none for processes, whose worker decides everything.
 
     Raises RuntimeUnavailable unless the pool exists, which its first worker makes, and is closed.
@@ -106,16 +125,22 @@ def _job_variables() -> dict[str, Any]:
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
-        pool = pool_of(client)
+        pool = pool_of(client, place.pool)
         if pool is None:
+            make = f"prefect work-pool create {place.pool} --type process --base-job-template {template_file()}"
+            start = f"start a worker with `{START}`" if place.pool == POOL else f"`{make}` makes one for processes"
             raise RuntimeUnavailable(
-                f"the Prefect server {client.api_url} has no work pool {POOL!r} for deployed runs; start a worker with "
-                f"`{START}`"
+                f"the Prefect server {client.api_url} has no work pool {place.pool!r} for deployed runs; {start}"
             )
-        if problem := problem_of_pool(client):
+        if problem := problem_of_pool(client, place.pool):
             raise RuntimeUnavailable(problem)
-    # A container must use the same home, because the runs are stored there.
-    return {} if pool.type == "process" else {"env": {**CLIENT_SETTINGS, "ONWARD_HOME": str(onward_home())}}
+    if pool.type == "process":
+        if place.image:
+            raise ConfigError(f"--image {place.image}: runs of the work pool {place.pool!r} are processes")
+        return {}
+    # A container uses the same home, because the runs are stored there; with signed limits it may have its own.
+    home = {} if KEY in os.environ else {"ONWARD_HOME": str(onward_home())}
+    return {"env": {**CLIENT_SETTINGS, **home}, **({"image": place.image} if place.image else {})}
 
 
 def with_tracking_uri(monitor: MonitorConfig) -> MonitorConfig:

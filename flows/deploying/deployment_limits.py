@@ -4,8 +4,9 @@
                                                       |
     run of the deployment, its parameters from Prefect --> compared, before anything is read --> refused, or runs
 
-Parameters can be changed by everyone who may start a run in Prefect. The record lies beside the runs, not in Prefect,
-so that no parameter changes it. `onward run` on a terminal has no limits: its user has the rights anyway.
+Parameters can be changed by everyone who may start a run in Prefect. The record lies beside the runs, so that no
+parameter changes it; or in Prefect, signed (signed_limits.py). `onward run` on a terminal has no limits: its user has
+the rights anyway.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from onward.flows.deploying.signed_limits import KEY, publish_limits, published_limits, withdraw_limits
 from onward.infra.mlflow.mlflow_store import without_password
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.section import Section
@@ -28,6 +30,7 @@ from onward.trainer.run.directory import onward_home
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import read_record, write_record
 
+AGAIN = "`onward deploy` on the machine of the worker writes it"
 OF_HOME = ("runs", "models", "downloads")
 """What a run may use of Onward's home; not the login, and not the records of limits."""
 
@@ -74,19 +77,21 @@ def limits_of(
 
 
 def record(deployment_id: str, limits: Limits) -> None:
-    """Write the limits of a deployment where its runs find them."""
+    """Write the limits of a deployment where its runs find them: in this home, and with a key in Prefect as well."""
+    publish_limits(deployment_id, limits.model_dump_json())
     write_record(_record(deployment_id), limits)
 
 
 def forget(deployment_id: str) -> None:
     """Delete the record of a deployment that is deleted."""
     _record(deployment_id).unlink(missing_ok=True)
+    withdraw_limits(deployment_id)
 
 
 def waits_for_all(deployment_id: str) -> bool:
     """Return whether every scheduled run of a deployment that waits is to start, and not the newest alone."""
-    path = _record(deployment_id)
-    return path.exists() and read_record(path, Limits).all_waiting
+    limits = _limits(deployment_id)
+    return limits is not None and limits.all_waiting
 
 
 def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -94,15 +99,12 @@ def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> dict[str, s
 
     Raises ConfigError with everything that its parameters name outside of the deployment's limits.
     """
-    path = _record(deployment_id)
-    again = "`onward deploy` on the machine of the worker writes it"
-    if not path.exists():
-        raise ConfigError(f"{path}, the record of what runs of this deployment may use, does not exist; {again}")
-    try:
-        # an absent or damaged record allows nothing
-        limits = read_record(path, Limits)
-    except OnwardError:
-        raise ConfigError(f"{path}, the record of what runs of this deployment may use, is damaged; {again}") from None
+    limits = _limits(deployment_id)
+    if limits is None:
+        raise ConfigError(
+            f"{_record(deployment_id)}, the record of what runs of this deployment may use, does not exist; {AGAIN}. A "
+            f"worker without that home needs the same {KEY} in its environment as `onward deploy` had"
+        )
     problems = list(_outside(settings, limits))
     code = code_digests(settings)
     problems += list(_unknown_code(settings, limits, code))
@@ -113,6 +115,19 @@ def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> dict[str, s
         remedy = f"deploy {limits.deployment!r} with other limits: `onward deploy --allow DIRECTORY`"
         raise ConfigError([*problems, remedy])
     return code
+
+
+def _limits(deployment_id: str) -> Limits | None:
+    """Return what runs of a deployment may use; None if nothing says so. An absent or damaged record allows nothing."""
+    path = _record(deployment_id)
+    if path.exists():
+        try:
+            return read_record(path, Limits)
+        except OnwardError:
+            what = "the record of what runs of this deployment may use"
+            raise ConfigError(f"{path}, {what}, is damaged; {AGAIN}") from None
+    limits = published_limits(deployment_id)
+    return Limits.model_validate_json(limits) if limits else None
 
 
 def _outside(settings: Mapping[str, Any], limits: Limits) -> Iterator[str]:

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onward.infra.servers.service_definitions import POOL
@@ -51,22 +52,26 @@ def variables_of(template: Template) -> list[str]:
     return sorted(named | ({"env"} if isinstance(configuration.get("env"), dict) else set()))
 
 
-def problem_of_pool(client: SyncPrefectClient) -> str:
+def problem_of_pool(client: SyncPrefectClient, name: str = POOL) -> str:
     """Return what is wrong with the work pool and what to do; "" without a pool and for one that may be used.
 
     A pool of another type, such as docker, has variables by its nature: what they may change is on the security page.
     """
-    pool = pool_of(client)
+    pool = pool_of(client, name)
     found = variables_of(pool.base_job_template) if pool and pool.type == "process" else []
     if not found:
         return ""
-    path = onward_home() / "work-pool.json"
-    # the command of the remedy needs a file
-    path.write_text(json.dumps(closed_template(), indent=2))
     return (
-        f"who may start a run can run any program: the work pool {POOL!r} of {client.api_url} has the variables "
-        f"{', '.join(found)}; close it with `prefect work-pool update {POOL} --base-job-template {path}`"
+        f"who may start a run can run any program: the work pool {name!r} of {client.api_url} has the variables "
+        f"{', '.join(found)}; close it with `prefect work-pool update {name} --base-job-template {template_file()}`"
     )
+
+
+def template_file() -> Path:
+    """Write the template of a closed pool for a command of Prefect; return its file."""
+    path = onward_home() / "work-pool.json"
+    path.write_text(json.dumps(closed_template(), indent=2))
+    return path
 
 
 def prepare_pool(client: SyncPrefectClient, command: str = "") -> None:
@@ -96,12 +101,12 @@ def prepare_pool(client: SyncPrefectClient, command: str = "") -> None:
     client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
 
 
-def pool_of(client: SyncPrefectClient) -> WorkPool | None:
-    """Return the work pool of deployed runs; None if the server has none."""
+def pool_of(client: SyncPrefectClient, name: str = POOL) -> WorkPool | None:
+    """Return a work pool, that of deployed runs by default; None if the server has none."""
     from prefect.exceptions import ObjectNotFound
 
     try:
-        return client.read_work_pool(POOL)
+        return client.read_work_pool(name)
     except ObjectNotFound:
         return None
 

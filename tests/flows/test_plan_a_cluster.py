@@ -1,4 +1,4 @@
-"""`onward plan --device H100 --hosts 8x8`: a cluster that is not here, its options, its collectives and its failures."""
+"""`onward plan --device H100 --hosts 8x8`: a cluster that is not here: its options, its times and its failures."""
 
 from __future__ import annotations
 
@@ -36,15 +36,9 @@ HOUR = 3600.0
 
 def test_the_options_are_read_in_their_units() -> None:
     found = read_cluster(device="h100", hosts="8x4", network="400Gbit/s", latency="5us", storage="2GB/s", failures="6h")
-    assert found == Cluster(
-        gpu="h100",
-        hosts=8,
-        ranks_per_host=4,
-        network_bytes_per_s=50e9,
-        latency_s=5e-6,
-        storage_bytes_per_s=2e9,
-        failures_every_s=6 * HOUR,
-    )
+    assert (found.gpu, found.hosts, found.ranks_per_host) == ("h100", 8, 4)
+    numbers = (found.network_bytes_per_s, found.latency_s, found.storage_bytes_per_s, found.failures_every_s)
+    assert numbers == pytest.approx((50e9, 5e-6, 2e9, 6 * HOUR))
     assert found.num_ranks == 32
     assert read_cluster() == Cluster()
 

@@ -1,4 +1,4 @@
-"""A rank and an export parse each file once, and pass on what they have read."""
+"""A rank, an export, a plan and a rehearsal parse each file once, or twice, and pass on what they have read."""
 
 from __future__ import annotations
 
@@ -115,6 +115,32 @@ def test_an_export_parses_each_file_once_but_the_original_again_for_the_report(
     assert found[str(run.config)] == {"read_config": 1}
     assert found[str(run.resolved)] == {"read_record": 1}
     assert found[str(run.identity)] == {"read_record": 1}
+
+
+def settings_of(run: RunDir, folder: Path) -> Path:
+    """Return a folder with what the process of a plan or of a rehearsal begins with."""
+    folder.mkdir()
+    for record in (run.config, run.code):
+        if record.exists():
+            (folder / record.name).write_bytes(record.read_bytes())
+    return folder
+
+
+def test_a_plan_parses_the_model_once(large: tuple[RunDir, dict[str, dict[str, int]]], tmp_path: Path) -> None:
+    run, _ = large
+    found = reads(tmp_path, "plan", settings_of(run, tmp_path / "plan"))
+    assert (tmp_path / "plan" / "plan.json").exists()
+    assert parsed(found[str(run.root.parent / "model.onnx")]) == {"read_mapped": 1}
+
+
+def test_a_rehearsal_parses_the_model_for_its_signature_and_for_its_graph(
+    large: tuple[RunDir, dict[str, dict[str, int]]], tmp_path: Path
+) -> None:
+    run, _ = large
+    found = reads(tmp_path, "rehearse", settings_of(run, tmp_path / "rehearsed"))
+    assert (tmp_path / "rehearsed" / "rehearsal.json").exists()
+    readers = parsed(found[str(run.root.parent / "model.onnx")])
+    assert readers == {"read_mapped": 1, "read_model": 1, "onnx.checker": 1}
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_classes": 5}, {"output": "active"}])

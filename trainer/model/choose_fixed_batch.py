@@ -10,7 +10,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import LoraConfig, ModelConfig
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.sections.training import TrainConfig
-from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.surgery import surgery
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
@@ -28,12 +28,14 @@ LIMITS = {
 """Choice -> what it is, for messages."""
 
 
-def choose_fixed_batch(config: RunConfig) -> tuple[RunConfig, BatchUse]:
+def choose_fixed_batch(config: RunConfig, signature: Signature | None = None) -> tuple[RunConfig, BatchUse]:
     """Return the configuration with `model.fixed_batch` chosen, and why; unchanged for a file with a dynamic batch.
 
+    signature: that of the trained part, None = the file is read for it; it does not depend on the choice.
     Raises ConfigError when the file cannot be trained as configured, with the numbers to set, and UnsupportedModel.
     """
-    shapes = [value.shape for value in read_training_signature(config.model).inputs if value.shape]
+    signature = signature or read_training_signature(config.model)
+    shapes = [value.shape for value in signature.inputs if value.shape]
     # most files have a dynamic batch, and need not be run
     if len({shape[0] for shape in shapes}) != 1 or not shapes[0][0]:
         return config, BatchUse("any", 0)

@@ -16,7 +16,7 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.resolve import resolve
-from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.losses.losses_in_units import label_axis, unstandardised
@@ -26,27 +26,31 @@ ROWS = 64
 """Rows on which both readings are compared."""
 
 
-def with_first_units(config: RunConfig) -> RunConfig:
+def with_first_units(config: RunConfig, signature: Signature | None = None) -> RunConfig:
     """Return the configuration with units fitted on the first rows, as one with fresh weights has them.
 
-    For estimates, which a few nodes more or fewer do not change. Raises the errors of `resolve`.
+    For estimates, which a few nodes more or fewer do not change. signature: None = the file is read for it. Raises the
+    errors of `resolve`.
     """
     if not _standardises(config.losses):
         return config
-    signature = read_training_signature(config.model)
+    signature = signature or read_training_signature(config.model)
     config = resolve(config, read_first_rows(config, signature, ROWS), signature)
     return config.model_copy(update=_units(config.losses, ["standardised"] * len(config.losses)))
 
 
-def choose_output_units(config: RunConfig) -> tuple[RunConfig, tuple[str, ...], tuple[str, ...]]:
+def choose_output_units(
+    config: RunConfig, signature: Signature | None = None
+) -> tuple[RunConfig, tuple[str, ...], tuple[str, ...]]:
     """Return the configuration with units fitted on the first rows, the choice of each loss, and what was compared.
 
-    The configuration is unchanged, and both others are (), if no loss standardises its label. Raises the errors of
+    The configuration is unchanged, and both others are (), if no loss standardises its label. signature: None = the
+    file is read for it. Raises the errors of
     `resolve` and `open_trainable`.
     """
     if not _standardises(config.losses):
         return config, (), ()
-    signature = read_training_signature(config.model)
+    signature = signature or read_training_signature(config.model)
     rows = read_first_rows(config, signature, max(ROWS, config.micro_batch_size))
     config = resolve(config, rows, signature)
     # without nodes behind the outputs, so that both readings can be made of one pass

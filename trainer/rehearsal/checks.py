@@ -23,7 +23,7 @@ from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.batches.step_shares import check_last_samples
 from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.resolve import resolve
-from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.schema.signature import ModelFacts, facts_of, read_source
 from onward.trainer.data.storage.first_rows import FirstRows, read_first_rows
 from onward.trainer.diagnostics.audit_input import audit_of_run
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refused_warnings
@@ -75,12 +75,13 @@ def checks(
     begin_again: Callable[[float], None] = lambda limit_s: None,
     *,
     with_teacher: ImportedGraph | None = None,
+    facts: ModelFacts | None = None,
 ) -> list[Check]:
     """Return the checks of a run. Each adds to `findings`, and raises no error of the graph.
 
     use: how a file of fixed batch is trained, which `config.model.fixed_batch` says as well. begin_again: sets another
     time limit, in seconds from now. with_teacher: the module that is trained, where it is not that of `trainable`.
-    Reads the first rows of the data. Raises DataError when there are none, ConfigError for an unknown `model.output`.
+    facts: None = it is read. Reads the first rows. Raises DataError without, ConfigError for a wrong `model.output`.
     """
     arithmetic = _arithmetic(config.precision, config.launch, findings)
     if config.graph.compile == "auto":
@@ -88,7 +89,8 @@ def checks(
     elif config.graph.compile:
         findings.not_rehearsed.append("the compiled graph (graph.compile): compiling it takes long, so it ran eagerly")
     torch.manual_seed(config.train.seed)
-    signature = read_training_signature(config.model)
+    facts = facts or facts_of(read_source(config.model.path, by_parts=True), config.model)
+    signature = facts.signature
     most = max(config.micro_batch_size, config.evaluation_batch_size, PARITY_ROWS)
     rows = read_first_rows(config, signature, most)
     config = resolve(config, rows, signature)
@@ -119,7 +121,7 @@ def checks(
     kept_bytes = graph.kept_bytes_per_row(batch(1))
     # the CPU may compute in another type than the run, which then keeps other numbers
     is_alike = arithmetic.compute == config.precision.compute or config.launch.device == "cpu"
-    findings.needs = least_needs(trained, config, kept_bytes_per_row=kept_bytes * is_alike)
+    findings.needs = least_needs(trained, config, size_bytes=facts.size_bytes, kept_bytes_per_row=kept_bytes * is_alike)
     sizes = _sizes_that_fit(kept_bytes, sizes_of_run(*of_batches, rows.counts), findings)
     first = next(size for size in sizes if size.kind == "training")
     # a graph of fixed batch is compared on batches of that size

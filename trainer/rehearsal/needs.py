@@ -14,7 +14,6 @@ trainer/parallel/planning/stage_memory.py, which estimates the peak of a step fr
 from __future__ import annotations
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.distributed.weights import TEACHER, Placement, Weight
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.optim.state import state_bytes
@@ -24,10 +23,11 @@ from onward.trainer.parallel.stage_weights import is_trained
 from onward.trainer.run.records import Needs
 
 
-def least_needs(module: ImportedGraph, config: RunConfig, *, kept_bytes_per_row: float = 0.0) -> Needs:
+def least_needs(module: ImportedGraph, config: RunConfig, *, size_bytes: int, kept_bytes_per_row: float = 0.0) -> Needs:
     """Return the needs of a run that trains this module, with its teacher if it has one.
 
-    kept_bytes_per_row: what a forward pass of one row keeps for the backward pass; 0 = not measured.
+    size_bytes: of its file and its external data. kept_bytes_per_row: what a forward pass of one row keeps for the
+    backward pass; 0 = not measured.
     """
     stored = {name: tensor for name, tensor in named_weights(module).items() if not name.startswith(TEACHER)}
     trained = {name: tensor for name, tensor in stored.items() if is_trained(tensor)}
@@ -54,5 +54,5 @@ def least_needs(module: ImportedGraph, config: RunConfig, *, kept_bytes_per_row:
         rank_bytes=rank // parts,
         activation_bytes=int(kept_bytes_per_row * config.micro_batch_size) if is_whole else 0,
         checkpoint_bytes=own + state + average,
-        model_bytes=model_bytes(config.model.path),
+        model_bytes=size_bytes,
     )

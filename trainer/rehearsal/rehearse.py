@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from onward.trainer.config.losses import unchosen_units
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.teacher import TeacherConfig
-from onward.trainer.data.schema.signature import model_bytes
+from onward.trainer.data.schema.signature import Signature, facts_of, model_bytes, read_source
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
@@ -54,24 +53,29 @@ def rehearse(folder: RunDir) -> None:
     """
     findings = Findings()
     with exit_with_refusal(folder.root):
-        config, use = choose_fixed_batch(read_config(folder))
+        config = read_config(folder)
+        # without its large weights: this copy of the graph is dropped
+        facts = facts_of(read_source(config.model.path, by_parts=True), config.model)
+        signature = facts.signature
+        config, use = choose_fixed_batch(config, signature)
         findings.fixed_batch = config.model.fixed_batch
-        config = _planned(folder, config)
-        if too_large := _too_large(config.model, config.teacher):
+        config = _planned(folder, config, signature)
+        if too_large := _too_large(facts.size_bytes, config.teacher):
             findings.not_rehearsed.append(too_large)
             if config.graph.compile == "auto":
                 findings.compile = not_compiled("the model was not rehearsed, so that nothing was measured")
             for problem in unchosen_units(config.losses, "the model is too large to be tried here"):
                 findings.refuse(problem)
-            config = with_first_units(config)
-            _check_division(config, None, findings)
+            config = with_first_units(config, signature)
+            _check_division(config, None, findings, signature)
         else:
-            config, findings.output_units, findings.units = choose_output_units(config)
+            config, findings.output_units, findings.units = choose_output_units(config, signature)
             trainable = open_trainable(config)
             with_teacher = open_with_teacher(config) if config.teacher.path else trainable
-            _check_division(config, with_teacher.module, findings)
+            _check_division(config, with_teacher.module, findings, signature)
             with _time_limit(folder, findings, MOST_S) as begin_again:
-                steps = checks(config, trainable, use, findings, begin_again, with_teacher=with_teacher.module)
+                trained = with_teacher.module
+                steps = checks(config, trainable, use, findings, begin_again, with_teacher=trained, facts=facts)
                 # the time limit may end a check at any time: what is left is then in the record
                 findings.pending = [what for what, _ in steps]
                 for _, check in steps:
@@ -83,26 +87,26 @@ def rehearse(folder: RunDir) -> None:
 # -- the layout
 
 
-def _planned(folder: RunDir, config: RunConfig) -> RunConfig:
+def _planned(folder: RunDir, config: RunConfig, signature: Signature) -> RunConfig:
     """Return the configuration with the sizes that the planner chooses, if it is to choose them; write plan.json."""
     if config.parallel.sizes == "given":
         return config
     from onward.trainer.parallel.planning.planner import plan  # here: it takes a second to import
 
     # it opens the file itself, because it weighs layouts by the memory that is free, and this process keeps the weights
-    found = plan(config)
+    found = plan(config, signature=signature)
     write_record(folder.root / "plan.json", found)
     return with_plan(config, found)
 
 
-def _check_division(config: RunConfig, module: ImportedGraph | None, findings: Findings) -> None:
+def _check_division(config: RunConfig, module: ImportedGraph | None, findings: Findings, signature: Signature) -> None:
     """Add the planner's error if the graph cannot be divided as configured. module: None = it opens the file."""
     if config.parallel.sizes == "auto" or not needs_plan(config.parallel, config.recompute):
         return
     from onward.trainer.parallel.planning.planner import plan
 
     try:
-        plan(config, module and _without_data(module))
+        plan(config, module and _without_data(module), signature=signature)
     except UnsupportedModel as error:
         if not may_train_unplanned(config.parallel, config.recompute):
             findings.errors.append(error)
@@ -126,9 +130,9 @@ def _without_data(module: ImportedGraph) -> ImportedGraph:
 # -- bounds
 
 
-def _too_large(model: ModelConfig, teacher: TeacherConfig) -> str:
+def _too_large(size_bytes: int, teacher: TeacherConfig) -> str:
     """Return why the model is not rehearsed here, from the sizes of its files; "" if it fits into memory."""
-    size = model_bytes(model.path) + (model_bytes(Path(teacher.path)) if teacher.path else 0)
+    size = size_bytes + (model_bytes(Path(teacher.path)) if teacher.path else 0)
     free = free_memory(torch.device("cpu"))
     if COPIES_OF_WEIGHTS * size <= free:
         return ""

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx
 
@@ -152,6 +153,20 @@ def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:
 def model_digest(path: Path) -> str:
     """Return the digest of a model: of its file and of its external data files (see `digest_of_files`)."""
     return digest_of_files(model_files(path))
+
+
+class ModelFacts(NamedTuple):
+    """What is asked of a file before it is trained, in every process that opens it."""
+
+    signature: Signature
+    """Of the trained part."""
+    size_bytes: int
+    """Of the file and of its external data."""
+
+
+def facts_of(source: SourceModel, model: ModelConfig) -> ModelFacts:
+    """Return the facts of a file that was read, whose graph stays as it is. Raises as `training_signature`."""
+    return ModelFacts(training_signature(source, model), sum(file.stat().st_size for file in source.files))
 
 
 def model_bytes(path: Path) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.input_columns import Feed, InputColumns
-from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.schema.target_counts import counted_targets, labels_of
 from onward.trainer.data.storage.sharding import try_first_rows
 from onward.trainer.distributed.mesh import Coordinate
@@ -54,10 +54,18 @@ class Estimator:
     micro-batches, ZeRO, recomputation and memory, and in nothing else.
     """
 
-    def __init__(self, module: ImportedGraph, device: torch.device, cluster: Cluster = THIS_MACHINE) -> None:
+    def __init__(
+        self,
+        module: ImportedGraph,
+        device: torch.device,
+        cluster: Cluster = THIS_MACHINE,
+        signature: Signature | None = None,
+    ) -> None:
         self._module = module
         self._device = device
         self._cluster = cluster
+        self.signature = signature
+        """Of the trained part; None = the file is read where it is needed."""
         self._divided: dict[int, DividedGraph] = {}
         """By `parallel.tensor`."""
         self._costs: dict[tuple[int, int], Mapping[str, NodeCost]] = {}
@@ -72,7 +80,7 @@ class Estimator:
         """Divide the graph as configured, and estimate what it takes. Raises the errors of `build_layout`."""
         rows = config.micro_batch_size
         if rows not in self._batches:
-            self._batches[rows] = example_batch(config)
+            self._batches[rows] = example_batch(config, self.signature)
         inputs, labels = self._batches[rows]
         device = self._device
         parallel = config.parallel
@@ -131,9 +139,9 @@ class Estimator:
         return estimate
 
 
-def example_batch(config: RunConfig) -> tuple[list[Tensor], list[Tensor | None]]:
+def example_batch(config: RunConfig, signature: Signature | None = None) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return inputs and labels of each loss, [B, ...] or None: zeros, as long as the longest first row."""
-    signature = read_training_signature(config.model)
+    signature = signature or read_training_signature(config.model)
     schema = try_first_rows(config, signature)[0]
     matched = InputColumns(config.data, config.loss, config.model, signature)
     text = matched.text

@@ -23,7 +23,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.config.sections.training import OptimizerConfig, TrainConfig
-from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.distributed.arithmetic import AMPERE, capability_of, resolve_precision
 from onward.trainer.distributed.preflight import free_memory
 from onward.trainer.errors import ConfigError, UnsupportedModel
@@ -51,26 +51,32 @@ SLACK = 0.95
 """A number of micro-batches is tried unless a twentieth less than what it should take would not fit either."""
 
 
-def plan(config: RunConfig, module: ImportedGraph | None = None, cluster: Cluster = THIS_MACHINE) -> Plan:
+def plan(
+    config: RunConfig,
+    module: ImportedGraph | None = None,
+    cluster: Cluster = THIS_MACHINE,
+    signature: Signature | None = None,
+) -> Plan:
     """Return how a run is divided; with `parallel.sizes = "auto"`, the division with the shortest step that fits.
 
     module: the module of `open_with_teacher`, which must not be used afterwards; None = the model is loaded. cluster:
-    what is planned for; without a GPU's name for the devices of this machine. Reads the first rows of the data.
-    Raises ConfigError when the graph cannot be divided as configured or nothing fits into memory, UnsupportedModel when
-    its shapes depend on data.
+    what is planned for; without a GPU's name for the devices of this machine. signature: that of the trained part, None
+    = the file is read for it. Reads the first rows of the data. Raises ConfigError when the graph cannot be divided as
+    configured or nothing fits into memory, UnsupportedModel when its shapes depend on data.
     """
     device = torch.device("cuda" if config.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
     # on this machine's CPU the GPU of a cluster only decides which types there are
     capability = (AMPERE if has_bf16(cluster.gpu) else (7, 0)) if cluster.gpu else capability_of(device)
     config = config.model_copy(update={"precision": resolve_precision(config.precision, capability)})
     if config.model.fixed_batch == "auto":  # `onward plan`; a rehearsal has chosen it
-        config, _ = choose_fixed_batch(config)
-    config = with_first_units(config)
+        config, _ = choose_fixed_batch(config, signature)
+    config = with_first_units(config, signature)
     module = module or open_with_teacher(config, by_parts=True).module
+    signature = signature or read_training_signature(config.model)
     rates = _rates(module, config.optimizer)
     # `auto` copies the graph many times, and only the shapes of its weights are used
     drop_data(module.modules())
-    estimator = Estimator(module, device, cluster)
+    estimator = Estimator(module, device, cluster, signature)
     # `auto` tries every division, and an error of one does not end the search
     if config.parallel.sizes == "auto":
         return _choose(estimator, config, device, cluster).model_copy(update={"rates": rates})
@@ -174,7 +180,7 @@ def _first_that_fits(estimator: Estimator, config: RunConfig, device: Device, li
     may_shard = (parallel.reduction, parallel.transport, parallel.compression) == ("sum", "torch", "none")
     may_shard = may_shard and not parallel.order.splits_backward and parallel.data > 1
     zero_stages = range(parallel.zero, 4) if may_shard else range(1)
-    counts = _micro_batch_counts(config.model, config.train, config.parallel)
+    counts = _micro_batch_counts(config.model, config.train, config.parallel, estimator.signature)
     estimates: dict[int, Estimate] = {}
 
     def fitting(at: int) -> Estimate | None:
@@ -247,7 +253,7 @@ def _least_s(estimator: Estimator, config: RunConfig, device: Device) -> float:
     times = list[float]()
     if estimator.whole is not None:
         ranks = parallel.tensor * parallel.pipeline
-        for count in _micro_batch_counts(config):
+        for count in _micro_batch_counts(config, estimator.signature):
             rows = config.train.global_batch_size / (parallel.data * count)
             num_nodes = estimator.whole.num_nodes // parallel.pipeline
             pass_s = device.pass_s(estimator.whole.flops_of_row * rows / ranks, num_nodes)
@@ -285,7 +291,9 @@ def divisions(num_ranks: int) -> list[dict[str, int]]:
     return found
 
 
-def _micro_batch_counts(model: ModelConfig, train: TrainConfig, parallel: ParallelConfig) -> list[int]:
+def _micro_batch_counts(
+    model: ModelConfig, train: TrainConfig, parallel: ParallelConfig, signature: Signature | None
+) -> list[int]:
     """Return numbers of micro-batches to try: first enough to fill the pipeline, then at least twice as many each time.
 
     Raises ConfigError when the samples of a step cannot be divided among the replicas and stages.
@@ -295,7 +303,8 @@ def _micro_batch_counts(model: ModelConfig, train: TrainConfig, parallel: Parall
     # with fewer micro-batches than stages some stage would be idle at any time
     possible = [count for count in range(parallel.pipeline, per_replica + 1) if per_replica % count == 0]
     if model.fixed_batch in ("own", "joint"):  # micro-batches have the rows that the file declares
-        declared = (read_training_signature(model).inputs[0].shape or (None,))[0] or 1
+        signature = signature or read_training_signature(model)
+        declared = (signature.inputs[0].shape or (None,))[0] or 1
         possible = [count for count in possible if count * declared == per_replica]
     if rest or not possible:
         raise ConfigError(

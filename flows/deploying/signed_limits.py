@@ -1,0 +1,95 @@
+"""The limits of a deployment in Prefect, signed, for workers that do not share the home of the machine that deploys.
+
+    onward deploy, with ONWARD_DEPLOY_KEY    -->  a variable of Prefect: the limits, and their HMAC-SHA256 with the key
+    a run of the deployment, anywhere        -->  reads the variable, and computes the HMAC again with the worker's key
+
+Who may start runs in Prefect may change the variable, too, but has no key. The id of the deployment is signed as well:
+the limits of another deployment do not count. The key is in the environment of both machines, and never in Prefect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from typing import Any
+
+from onward.trainer.errors import ConfigError
+
+KEY = "ONWARD_DEPLOY_KEY"
+LEAST_LETTERS = 16
+MOST_LETTERS = 4096
+"""Of the limits: Prefect stores 5,000 letters in a variable."""
+
+
+def publish_limits(deployment_id: str, limits: str) -> None:
+    """Store the limits of a deployment in Prefect, if there is a key. Raises ConfigError for too long ones."""
+    if not (key := _key()):
+        return
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import VariableCreate, VariableUpdate
+
+    if len(limits) > MOST_LETTERS:
+        raise ConfigError(
+            f"the limits of the deployment have {len(limits):,} letters, and Prefect takes {MOST_LETTERS:,}: name "
+            f"fewer directories, or deploy without {KEY} on a home that the worker shares"
+        )
+    value: Any = {"limits": limits, "signature": _signature(key, deployment_id, limits)}
+    with get_client(sync_client=True) as client:
+        name = _name(deployment_id)
+        if client.read_variable_by_name(name):
+            client.update_variable(VariableUpdate(name=name, value=value))
+        else:
+            client.create_variable(VariableCreate(name=name, value=value))
+
+
+def published_limits(deployment_id: str) -> str:
+    """Return the limits of a deployment from Prefect; "" if there are none or this process has no key.
+
+    Raises ConfigError for limits that were not signed with this key.
+    """
+    if not (key := _key()):
+        return ""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        found = client.read_variable_by_name(_name(deployment_id))
+    if found is None:
+        return ""
+    value = found.value if isinstance(found.value, dict) else {}
+    limits, signature = str(value.get("limits", "")), str(value.get("signature", ""))
+    if not hmac.compare_digest(signature.encode(), _signature(key, deployment_id, limits).encode()):
+        raise ConfigError(
+            f"the limits of this deployment in Prefect were not signed with the {KEY} of this worker: somebody has "
+            "changed them, or the keys differ; set the same key, and deploy again"
+        )
+    return limits
+
+
+def withdraw_limits(deployment_id: str) -> None:
+    """Delete the limits of a deployment that is deleted, if there is a key."""
+    if not _key():
+        return
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        try:
+            client.delete_variable_by_name(_name(deployment_id))
+        except ObjectNotFound:
+            return
+
+
+def _key() -> bytes:
+    key = os.environ.get(KEY, "")
+    if key and len(key) < LEAST_LETTERS:
+        raise ConfigError(f"{KEY} has {len(key)} letters, and needs {LEAST_LETTERS}: `openssl rand -hex 32` makes one")
+    return key.encode()
+
+
+def _signature(key: bytes, deployment_id: str, limits: str) -> str:
+    return hmac.new(key, f"{deployment_id}\n{limits}".encode(), hashlib.sha256).hexdigest()
+
+
+def _name(deployment_id: str) -> str:
+    return f"onward_limits_{deployment_id.replace('-', '_')}"

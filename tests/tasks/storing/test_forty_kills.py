@@ -98,7 +98,7 @@ def test_no_checkpoint_loads_wrong_and_none_that_was_announced_is_lost(
         programs = Programs()
         monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home-0"))
         run = make_stored_run(tmp_path / "home-0", STORE)
-        step = took_over = 0
+        step = took_over = promised = 0
         for number in range(1, KILLS + 1):
             fault = dice.choice(FAULTS)
             counts[fault] = counts.get(fault, 0) + 1
@@ -117,7 +117,8 @@ def test_no_checkpoint_loads_wrong_and_none_that_was_announced_is_lost(
             else:
                 until_gone(process, where)
             sending = record_if_written(record_in(run), Sending) or sending
-            promised = max(sending.stored, default=0) if sending else 0
+            # what was announced once is never lost, whatever was announced since
+            promised = max([promised, *(sending.stored if sending else ())])
             faults.cut_after, faults.is_down = 0, False
             if not promised and fault == "stop":
                 os.kill(frozen.pop()[0], signal.SIGKILL)

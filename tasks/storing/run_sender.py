@@ -101,7 +101,8 @@ class RunSender:
         self.held: frozenset[Path] = frozenset()
         """The checkpoint that is being sent: it must stay on the disk."""
         self._log = log
-        self._kept: tuple[CheckpointInfo, ...] = ()
+        self._kept: tuple[CheckpointInfo, ...] | None = None
+        """None before the first offer: what the store has is not deleted then."""
         self._changed = threading.Event()
         self._closing = threading.Event()
         self._done = threading.Event()
@@ -166,8 +167,8 @@ class RunSender:
     def _sends_all(self) -> bool:
         """Send what is to be sent now; return whether that was the last time."""
         is_last = self._closing.is_set()
-        if self._outage.is_waiting():
-            return False
+        if self._kept is None or self._outage.is_waiting():
+            return is_last and self._kept is None
         with self._outage.noticed():
             # after each the list may be another one; the newest first, because a resume goes on from it
             while info := next((each for each in reversed(self._kept) if self._transfer.lacks(each)), None):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -113,6 +115,29 @@ def train_and_send(root: Path, *, first: int, last: int, size: int) -> None:
     print("sent", flush=True)
 
 
+def fork_programs() -> None:
+    """Fork a program for each line `ROOT FIRST LAST SIZE` of stdin, and answer with its process: imports take seconds.
+
+    This process never touches a store, so that its forks have no thread of another one.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for line in sys.stdin:
+        root, *numbers = line.split()
+        if pid := os.fork():
+            print(pid, flush=True)
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        log = os.open(f"{root}/program.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+        first, last, size = map(int, numbers)
+        try:
+            train_and_send(Path(root), first=first, last=last, size=size)
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+
+
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    train_and_send(Path(sys.argv[1]), first=int(sys.argv[2]), last=int(sys.argv[3]), size=int(sys.argv[4]))
+    fork_programs()

@@ -101,7 +101,8 @@ def test_a_run_whose_machine_is_lost_goes_on_elsewhere_with_the_same_bits(worksh
 def test_a_run_trains_on_without_its_store_and_sends_later(workshop: Workshop, server: S3Server) -> None:
     first = workshop.start("run", str(workshop.root / "config.toml"), STORE, "train.num_steps=300")
     run = workshop.new_run(limit_s=600)
-    until(record_in(run).exists, limit_s=900)
+    begun = StoredRun(f"s3://bucket/runs/{run.root.name}")
+    until(begun.newest_sender, limit_s=900)
     server.kill()
     output, said = first.communicate(timeout=1800)
     assert first.returncode == 0, said

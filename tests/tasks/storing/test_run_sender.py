@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,18 @@ def test_what_is_not_kept_leaves_the_store_and_its_manifest_first(
     assert of_first[0] == "manifest.json"
     assert len(of_first) == 4
     assert read_record(record_in(run), Sending).stored == (2, 3)
+
+
+def test_nothing_is_deleted_before_it_is_known_what_is_kept(run: RunDir, store: Path) -> None:
+    for step in (1, 2):
+        save_step(run, step)
+    assert send(run)
+    before = files_in(store)
+    sender = RunSender(run, LOG)
+    time.sleep(0.5)
+    assert sender.finish()
+    assert files_in(store) == before
+    assert read_record(record_in(run), Sending).stored == (1, 2)
 
 
 def test_a_machine_that_another_one_has_replaced_changes_nothing_more(
@@ -360,7 +373,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(StorageUnavailable, match=r"stored-1 in .* has .* kB, but .* has 1 kB free"):
         fetch_run(f"{store}/{RUN_ID}")
-    assert not list(home.glob("runs/*"))
+    assert not list(home.glob("runs/[!.]*"))
 
 
 def test_a_name_that_is_taken_here_is_given_another(

@@ -253,7 +253,7 @@ def _least_s(estimator: Estimator, config: RunConfig, device: Device) -> float:
     times = list[float]()
     if estimator.whole is not None:
         ranks = parallel.tensor * parallel.pipeline
-        for count in _micro_batch_counts(config, estimator.signature):
+        for count in _micro_batch_counts(config.model, config.train, config.parallel, estimator.signature):
             rows = config.train.global_batch_size / (parallel.data * count)
             num_nodes = estimator.whole.num_nodes // parallel.pipeline
             pass_s = device.pass_s(estimator.whole.flops_of_row * rows / ranks, num_nodes)

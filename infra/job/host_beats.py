@@ -10,6 +10,7 @@ ends by itself when nothing more comes from here, so that none is left on a host
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import shlex
@@ -25,7 +26,7 @@ from onward.infra.job.mpirun import environment_of_ranks, remote_shell
 PERIOD_S = 1.0
 SILENT_S = 7.0
 ASKED_S = 5
-"""Longest time for the answer to the question after that."""
+"""Longest time for the answer to the question after that, unless the first login to the host took longer."""
 START_S = 60.0
 """Longest time until the first byte of a host: the shell of a login may be slow."""
 MOST_HOSTS = 64
@@ -42,6 +43,8 @@ class HostBeats:
         self._users = dict(users)
         self._hosts = [host for host in hosts if not is_here(host)]
         self._lost: dict[str, str] = {}
+        self._login_s = dict.fromkeys(self._hosts, 0.0)
+        """How long the longest login to each host took."""
         self._ended = threading.Event()
 
     @contextlib.contextmanager
@@ -74,7 +77,8 @@ class HostBeats:
             num_beats = self._listen(host)
             if self._ended.is_set():
                 return
-            if why := why_silent(host, self._users, limit_s=ASKED_S):
+            limit_s = max(ASKED_S, math.ceil(2.0 * self._login_s[host]))
+            if why := why_silent(host, self._users, limit_s=limit_s):
                 self._lost[host] = f"silent for {SILENT_S:g} s; {why}"
                 return
             failures = 0 if num_beats else failures + 1
@@ -96,7 +100,7 @@ class HostBeats:
             return count
         assert program.stdin is not None
         assert program.stdout is not None
-        came_at = time.monotonic()
+        began_at = came_at = time.monotonic()
         with contextlib.suppress(OSError), program:
             try:
                 while not self._ended.is_set():
@@ -105,8 +109,10 @@ class HostBeats:
                     if select.select([program.stdout], [], [], PERIOD_S)[0]:
                         if not os.read(program.stdout.fileno(), 4096):
                             break
-                        count += 1
                         came_at = time.monotonic()
+                        if not count:
+                            self._login_s[host] = max(self._login_s[host], came_at - began_at)
+                        count += 1
                         self._ended.wait(PERIOD_S)
                     elif time.monotonic() - came_at > (SILENT_S if count else START_S):
                         break

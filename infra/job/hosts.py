@@ -132,13 +132,23 @@ def ask_programs(
 
 def _converse(host: str, words: Sequence[str], question: str, line: str, users: Mapping[str, str]) -> Answer:
     environment = environment_of_ranks(users)
+    if is_here(host):
+        # of the user's own login to this host, which says nothing of the network between the hosts
+        environment.pop("SSH_CONNECTION", None)
     # a directory that every host has: the one of this process may not be there
     remote = [*remote_shell(environment), host, f"cd / && exec {shlex.join(words)}"]
     command = [*words] if is_here(host) else remote
-    with tempfile.TemporaryFile("w+") as errors:
+    # a login may print what is no UTF-8
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
         try:
             program = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                encoding="utf-8",
+                errors="replace",
+                env=environment,
             )
         except OSError as error:
             return Answer(f"{command[0]} cannot be started: {error.strerror}")
@@ -147,10 +157,12 @@ def _converse(host: str, words: Sequence[str], question: str, line: str, users: 
         with program:
             try:
                 found = _conversation(program, question, line)
-            finally:
-                limit.cancel()
                 with contextlib.suppress(BrokenPipeError):
                     program.communicate(timeout=PROBE_S)
+            except subprocess.TimeoutExpired:  # it has answered, and does not end
+                program.kill()
+            finally:
+                limit.cancel()
         if found is not None:
             return found
         errors.seek(0)
@@ -229,6 +241,7 @@ def why_silent(host: str, users: Mapping[str, str] = os.environ, *, limit_s: int
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=limit_s + 1.0 if limit_s else PROBE_S,
             env=environment,
         )

@@ -213,7 +213,9 @@ class Job:
                 # the ranks say themselves how long a compilation or an evaluation may take
                 silence_s = _said(self.heartbeat, "silence_s", silence_s)
             stopped.look()
-            if beats.lost() and time.monotonic() - beat_at <= SILENT_S:
+            # between two long steps no file changes
+            goes_on = time.monotonic() - beat_at <= max(SILENT_S, 2.0 * _said(self.heartbeat, "step_s", 0.0))
+            if beats.lost() and goes_on:
                 beats.watch_again()
             elif beats.lost():
                 noticed_ms = now_ms()
@@ -243,9 +245,10 @@ def stop_running(run_dir: Path) -> bool:
     return _request(run_dir, STOP)
 
 
-def save_running(run_dir: Path) -> bool:
-    """Request, likewise, that the ranks save and exit, after which another attempt may follow."""
-    return _request(run_dir, SAVE)
+def save_running(run_dir: Path, tag: str) -> bool:
+    """Request, likewise, that the ranks of the job `tag` save and exit, after which another attempt may follow."""
+    job = _read_job_record(run_dir)
+    return job is not None and job.tag == tag and _request(run_dir, SAVE)
 
 
 def _request(run_dir: Path, name: str) -> bool:

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from onward.infra.job.hosts import read_hostfile
-from onward.infra.job.job import save_running
+from onward.infra.job.job import running_job, save_running
 from onward.tasks.attempts.retry_policy import adjustments, newest_checkpoint
-from onward.tasks.attempts.wait_before_retry import unready_hosts
+from onward.tasks.attempts.wait_before_retry import hosts_of, unready_hosts
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.adjustments import fewer_replicas
 from onward.trainer.run.directory import RunDir, read_config
@@ -58,10 +58,12 @@ class ReturnedHosts:
                 if newest == seen:
                     continue
                 seen = newest
-                if said := self._more_hosts():
+                job = running_job(self._run.root)
+                # this may take a minute, in which the attempt may have ended and the next one begun
+                said = self._more_hosts()
+                if said and job and not self._ended.is_set() and save_running(self._run.root, job.tag):
                     log.warning("%s: the ranks save, and go on with more hosts", said)
                     self.said = said
-                    save_running(self._run.root)
                     return
 
     def _more_hosts(self) -> str:
@@ -69,7 +71,7 @@ class ReturnedHosts:
         config = read_config(self._run, "given")
         now = read_config(self._run)
         used = read_hostfile(Path(now.launch.hostfile))
-        hosts = read_hostfile(Path(config.launch.hostfile))
+        hosts = hosts_of(self._run)
         new = [host for host, slots in hosts.items() if slots > used.get(host, 0)]
         if not new:
             return ""

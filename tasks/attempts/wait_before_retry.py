@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from onward.infra.job.hosts import read_hostfile, silence, silent_hosts
+from onward.infra.job.hosts import is_here, read_hostfile, silence, silent_hosts
 from onward.tasks.attempts.layout_for_hosts import use_hosts
 from onward.tasks.checks.host_table import ask_hosts, files_of_ranks
 from onward.trainer.checkpoint.retention import list_checkpoints
@@ -19,6 +19,8 @@ from onward.trainer.errors import RuntimeUnavailable, StorageUnavailable
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.outcomes.attempt_endings import endings
 from onward.trainer.run.outcomes.storage import storage_problem
+from onward.trainer.run.records import read_record
+from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +80,7 @@ def wait_for_hosts(run: RunDir, *, known: Mapping[str, str] = MappingProxyType({
     Raises RuntimeUnavailable if the hosts that are ready are too few.
     """
     launch = read_config(run, "given").launch
-    path = Path(launch.hostfile)
-    hosts = read_hostfile(path)
+    hosts = hosts_of(run)
     may_go_on = launch.on_host_lost == "fewer"
     lost = {host: known[host] for host in hosts.keys() & known.keys()} if may_go_on else {}
     silent = {**lost, **unready_hosts(run, [host for host in hosts if host not in lost])}
@@ -92,7 +93,7 @@ def wait_for_hosts(run: RunDir, *, known: Mapping[str, str] = MappingProxyType({
             log.warning("%s; waiting up to %g s (launch.host_wait_s)", said, launch.host_wait_s)
         time.sleep(HOST_POLL_S)
         # hosts may be taken out of the file, or added, meanwhile
-        hosts = read_hostfile(path)
+        hosts = hosts_of(run)
         silent = unready_hosts(run, list(hosts))
     left = {host: slots for host, slots in hosts.items() if host not in silent}
     if silent and launch.on_host_lost == "wait":
@@ -110,6 +111,26 @@ def unready_hosts(run: RunDir, hosts: Sequence[str]) -> dict[str, str]:
     """
     silent = silent_hosts(hosts)
     answering = [host for host in hosts if host not in silent]
+    # the versions of this host, from which the ranks are started, are the right ones
+    here = [] if any(map(is_here, answering)) else ["localhost"]
     config = read_config(run)
-    table = ask_hosts(config.launch, run.root, files_of_ranks(config), hosts=answering)
-    return {**silent, **table.unready()}
+    table = ask_hosts(config.launch, run.root, files_of_ranks(config), hosts=[*here, *answering])
+    unready = {host: why for host, why in table.unready().items() if host not in here}
+    return {**silent, **unready}
+
+
+def hosts_of(run: RunDir) -> dict[str, int]:
+    """Return the hosts of the configured hostfile, or of the local copy of one that a URL names, with their slots.
+
+    Raises RuntimeUnavailable if it cannot be read.
+    """
+    config = read_config(run, "given")
+    if run.remote.exists():
+        config = with_copies(config, read_record(run.remote, LocalCopies))
+    try:
+        return read_hostfile(Path(config.launch.hostfile))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RuntimeUnavailable(
+            f"launch.hostfile: {config.launch.hostfile} cannot be read: {error}; put the file there, then "
+            "`onward resume`"
+        ) from error

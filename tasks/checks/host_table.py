@@ -78,16 +78,20 @@ class HostTable(Record):
         return (*found, *_different_versions(self._reports()))
 
     def unready(self) -> dict[str, str]:
-        """Return the hosts that cannot be used now, with the reason; those with other versions than the first, too."""
+        """Return the hosts that cannot be used now, with the reason; those with other versions than this one, too.
+
+        Without a row of this host the first one counts.
+        """
         found = {}
         for row in self.rows:
             why = "; ".join(problem.removeprefix(f"{row.host} ") for problem in row.problems)
             if why:
                 found[row.host] = f"{BUT}{why}"
         reports = {host: report for host, report in self._reports().items() if host not in found}
-        first = next(iter(reports), "")
+        # this host is not asked over ssh, so it has no address
+        right = min(reports, key=lambda host: bool(reports[host].address), default="")
         for host, report in reports.items():
-            if differing := list(_different_versions({first: reports[first], host: report})):
+            if differing := list(_different_versions({right: reports[right], host: report})):
                 found[host] = f"{BUT}{'; '.join(differing)}"
         return found
 

@@ -29,6 +29,8 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchConfig:
     (tmp_path / "agent").write_text(AGENT)
     (tmp_path / "agent").chmod(0o755)
     (tmp_path / "home").mkdir()
+    # of a user who is logged in to this host by ssh
+    monkeypatch.setenv("SSH_CONNECTION", "203.0.113.9 50022 192.0.2.2 22")
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(tmp_path / "agent"))
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
     return LaunchConfig(hostfile=str(tmp_path / "hosts"))
@@ -90,6 +92,8 @@ def test_a_host_that_is_not_ready_yet_is_left_out_with_the_reason() -> None:
     assert unready["h1"].startswith(
         "it answers, but the hosts have different versions of torch: 2.13.0 on h0; 2.12.1 on"
     )
+    remote = row("h1", versions={"torch": "2.12.1"}, address="10.1.0.7")
+    assert list(HostTable(rows=(remote, row("h0"))).unready()) == ["h1"], "the versions of this host are the right ones"
     assert silence({"h2": unready["h2"]}) == f"1 host cannot be used: h2 ({unready['h2']})"
 
 

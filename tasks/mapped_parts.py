@@ -12,8 +12,8 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from functools import lru_cache
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import as_completed
 
 from onward.trainer.data.storage.recipe import Recipe
-from onward.trainer.data.storage.written_parts import PartMaker, PartStep, StepResult, open_maker
+from onward.trainer.data.storage.written_parts import PartMaker, PartStep, RunSteps, StepResult, open_maker
 from onward.trainer.errors import DataError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 from onward.trainer.run.machine.this_machine import usable_cores
@@ -67,9 +67,13 @@ class MappedParts:
         """Return True: the cluster has cores that this process does not use."""
         return True
 
-    def run(self, maker: PartMaker, steps: Iterable[PartStep]) -> Iterator[tuple[int, StepResult]]:
-        """Yield the number of each step with its result. Raises RuntimeUnavailable after MOST_TRIES failures."""
+    def opened(self, maker: PartMaker) -> AbstractContextManager[RunSteps]:
+        """Return what runs steps as tasks; the cluster ends with this object."""
         self._runner = self._runner or self._opened.enter_context(_task_runner(self._shard_on))
+        return nullcontext(partial(self._run, maker))
+
+    def _run(self, maker: PartMaker, steps: Iterable[PartStep]) -> Iterator[tuple[int, StepResult]]:
+        """Yield the number of each step with its result. Raises RuntimeUnavailable after MOST_TRIES failures."""
         stop = maker.folder / "stop"
         tries: dict[Any, tuple[int, PartStep, int]] = {}
         for number, step in enumerate(steps):

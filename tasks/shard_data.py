@@ -23,11 +23,13 @@ from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.resolve import write_resolved
 from onward.trainer.data.storage.first_rows import source_bytes
 from onward.trainer.data.storage.part_processes import THIS_MACHINE
+from onward.trainer.data.storage.shard_space import fits_in_memory
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.sharding_progress import speed
 from onward.trainer.data.storage.shards import ShardFile, ShardManifest, Split
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import ConfigError
+from onward.trainer.quantities import mb
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.timing.phases import note_in_phase
@@ -82,6 +84,8 @@ def shard_data(run: RunDir) -> ShardManifest:
             "makes %d; lower train.global_batch_size, or train for more epochs",
             *(config.train.global_batch_size, stream.num_rows, config.train.steps_of_run(stream.num_rows)),
         )
+    if config.train.shuffle is True:
+        _warn_of_memory(manifest.size_bytes("train"))
     if manifest.test:
         log.info("%d rows are kept for the test of the exported file", manifest.rows("test"))
     if manifest.preprocessing:
@@ -93,6 +97,15 @@ def shard_data(run: RunDir) -> ShardManifest:
         log.warning("bad rows left out (data.bad_rows = 'skip'): %d: %s", manifest.skipped, rows)
     _record(run, config.data, manifest)
     return manifest
+
+
+def _warn_of_memory(size_bytes: int) -> None:
+    if not fits_in_memory(size_bytes):
+        log.warning(
+            "the shards to train on take %s, more than half of the free memory of this host: each row reads a page of "
+            "4 KB from the disk; train.shuffle = 'blocks' reads the shards about once per epoch",
+            mb(size_bytes),
+        )
 
 
 def _refuse_changes(run: RunDir, manifest: ShardManifest) -> None:

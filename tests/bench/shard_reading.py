@@ -1,6 +1,6 @@
 """How much is read from the disk for an epoch of shards that are not in memory, and how long that takes.
 
-    python -m tests.bench.shard_reading [--gigabytes 1] [--columns 33] [--memory-mb 0]      5 min
+    python -m tests.bench.shard_reading [--gigabytes 1] [--columns 32] [--memory-mb 0]      5 min
 
     once        the files from their beginnings to their ends, as `cat` reads them
     fits        rows in the shuffled order; all files are read ahead, once
@@ -8,7 +8,7 @@
     pages       rows in the shuffled order, likewise: their pages alone (a part of an epoch)
     before      the same with the kernel's own read-ahead around each row, as of earlier versions
 
-Before each case the files are dropped from the page cache. Rows are taken in steps of 512, as a replica takes them.
+Before each case the files are dropped from the page cache. Rows are taken in steps of 4,096.
 --memory-mb: run each case in a memory control group with this limit, which the page cache counts to (root, version 1).
 """
 
@@ -26,16 +26,16 @@ from pathlib import Path
 import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.batches import shard_read_ahead
 from onward.trainer.data.batches.block_order import rows_per_block
 from onward.trainer.data.batches.sample_stream import SampleStream
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
+from onward.trainer.data.storage import shard_space
 from onward.trainer.data.storage.shards import Shards, open_shards
 from tests.support.ranks import ROOT
 from tests.support.shards import make_shards
 
 CASES = ("once", "fits", "blocks", "pages", "before")
-STEP = 512
+STEP = 4096
 PART_S = 20.0
 """Longest time of a case that is slow."""
 GROUP = Path("/sys/fs/cgroup/memory/onward-shard-reading")
@@ -88,7 +88,7 @@ def measure(directory: Path, case: str) -> None:
 
 def epoch(shards: Shards, case: str) -> int:
     """Read the rows of an epoch, or of PART_S; return how many."""
-    shard_read_ahead.MEMORY_SHARE = 1.0 if case == "fits" else 0.0
+    shard_space.MEMORY_SHARE = 1.0 if case == "fits" else 0.0
     block = rows_per_block(shards.size_bytes, shards.num_rows) if case == "blocks" else 0
     stream = SampleStream([shards.num_rows], [1.0], seed=0, shuffle=True, block=block)
     ahead = ShardReadAhead(shards, stream) if case != "before" else None
@@ -136,8 +136,8 @@ def main() -> None:
         for case in given.cases:
             elapsed_s, num_bytes, rows, cpu_s = run(directory, case, given.memory_mb)
             share = rows / open_shards(directory, "train").num_rows
-            line = f"{case:>8} {elapsed_s:>8.1f} {cpu_s:>7.1f} {num_bytes / 1e9:>8.2f} {num_bytes / (share * size):>9.2f}"
-            print(f"{line} {rows:>10,}", flush=True)
+            read = f"{num_bytes / 1e9:>8.2f} {num_bytes / (share * size):>9.2f} {rows:>10,}"
+            print(f"{case:>8} {elapsed_s:>8.1f} {cpu_s:>7.1f} {read}", flush=True)
 
 
 if __name__ == "__main__":

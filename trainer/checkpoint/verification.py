@@ -24,7 +24,7 @@ from onward.trainer.checkpoint.manifest import (
 from onward.trainer.checkpoint.retention import list_checkpoints, list_damaged
 from onward.trainer.distributed.weights import NUM_NAMED, overlap
 from onward.trainer.errors import CheckpointError, printable
-from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.recorded.checked_data import CheckedData
 from onward.trainer.run.recorded.sweep_records import membership
 from onward.trainer.run.records import CheckpointInfo, Record
@@ -137,7 +137,7 @@ def check_run(run: RunDir) -> CheckedRun:
 
     problems = [f"{checkpoint.name}: {problem}" for checkpoint in kept for problem in checkpoint.problems]
     problems += [f"{path.name} was found damaged before, and is kept for examination" for path in list_damaged(run)]
-    data = check_data(read_config(run), run.shards)
+    data = check_data(run)
     problems += [problem for each in data for problem in each.problems]
     return CheckedRun(run=run.root.name, checkpoints=kept, data=data, problems=tuple(problems))
 

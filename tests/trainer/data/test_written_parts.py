@@ -9,6 +9,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from onward.trainer.data.storage import part_processes, written_parts
 from onward.trainer.data.storage.part_processes import PartProcesses
 from onward.trainer.data.storage.recipe import Recipe, stored_columns
 from onward.trainer.data.storage.sharding import shard
-from onward.trainer.data.storage.written_parts import PartMaker, PartStep, StepResult
+from onward.trainer.data.storage.written_parts import PartMaker, PartStep, RunSteps, StepResult
 from onward.trainer.errors import DataError, RuntimeUnavailable
 
 BLOCK = 2000
@@ -47,7 +49,10 @@ class Shuffled:
     def can_divide(self, recipe: Recipe) -> bool:
         return True
 
-    def run(self, maker: PartMaker, steps: Iterable[PartStep]) -> Iterator[tuple[int, StepResult]]:
+    def opened(self, maker: PartMaker) -> AbstractContextManager[RunSteps]:
+        return nullcontext(partial(self._run, maker))
+
+    def _run(self, maker: PartMaker, steps: Iterable[PartStep]) -> Iterator[tuple[int, StepResult]]:
         numbered = list(enumerate(steps))
         self.made += [step for _, step in numbered]
         random.Random(0).shuffle(numbered)
@@ -263,8 +268,9 @@ def test_a_killed_process_is_replaced_and_its_part_made_again(
     make = PartMaker.make
 
     def make_slowly(maker: PartMaker, step: PartStep) -> StepResult:
-        # so that the other process gets parts, too
-        time.sleep(0.2)
+        # until the other process has got a part, and was killed
+        while not killed:
+            time.sleep(0.05)
         return make(maker, step)
 
     monkeypatch.setattr(PartMaker, "make", make_slowly)
@@ -276,16 +282,36 @@ def test_a_killed_process_is_replaced_and_its_part_made_again(
 
 
 @pytest.mark.usefixtures("parts_of_a_block")
-def test_a_part_in_which_every_process_ends_is_an_error_with_what_they_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_this_process_writes_all_parts_where_no_other_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = large_csv(tmp_path)
+    alone, _, _ = shard(recipe, tmp_path / "alone", runner=ALONE)
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho no module named onward >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(part_processes.sys, "executable", str(program))
-    with pytest.raises(RuntimeUnavailable, match=r"3 processes ended .* the last with status 1: .*no module named"):
-        shard(recipe, tmp_path / "cache", runner=PartProcesses(2))
+    parts, _, _ = shard(recipe, tmp_path / "parts", runner=PartProcesses(2))
+    assert content(parts) == content(alone)
+    assert "by one process less, which does not start: no module named onward" in caplog.text
+
+
+@pytest.mark.usefixtures("parts_of_a_block")
+def test_a_part_in_which_every_process_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(process: Any, step: PartStep) -> bytes:
+        process.kill()
+        return b""
+
+    def make_slowly(maker: PartMaker, step: PartStep) -> StepResult:
+        time.sleep(10)
+        raise AssertionError("the other process has not begun")
+
+    monkeypatch.setattr(part_processes, "_answer", kill)
+    monkeypatch.setattr(part_processes, "MOST_DEATHS", 1)
+    monkeypatch.setattr(PartMaker, "make", make_slowly)
+    with pytest.raises((RuntimeUnavailable, AssertionError)) as caught:
+        shard(large_csv(tmp_path), tmp_path / "cache", runner=PartProcesses(2))
+    assert "1 processes ended in the same part of the data, the last with status -9" in str(caught.value)
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -12,11 +12,8 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from onward.trainer.data.batches.sample_stream import SampleStream
+from onward.trainer.data.storage.shard_space import fits_in_memory
 from onward.trainer.data.storage.shards import Shards
-from onward.trainer.run.machine.this_machine import free_host_memory
-
-MEMORY_SHARE = 0.5
-"""Shards that take more of the free memory would push each other out."""
 
 
 class ShardReadAhead:
@@ -28,7 +25,7 @@ class ShardReadAhead:
         self._thread = ThreadPoolExecutor(1, "read-ahead")
         self._windows: set[int] = set()
         self._reading: list[Future[None]] = []
-        fits = shards.size_bytes <= MEMORY_SHARE * free_host_memory()
+        fits = fits_in_memory(shards.size_bytes)
         self._in_windows = bool(stream.window) and not fits
         if fits:
             self._reading.append(self._thread.submit(shards.read_ahead))

@@ -7,6 +7,7 @@ import mmap
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from onward.trainer.bounds import opened
 
@@ -39,5 +40,5 @@ def _advise(address: int, size: int, advice: int) -> None:
 
 
 @cache
-def _madvise() -> ctypes._FuncPointer:  # type: ignore[name-defined]
+def _madvise() -> Any:
     return ctypes.CDLL(None).madvise

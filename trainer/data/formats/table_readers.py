@@ -226,7 +226,9 @@ def _header(path: Path, line: bytes, dialect: Dialect) -> list[str]:
 
 
 def _chosen(header: Sequence[str], wanted: Collection[str] | None) -> Sequence[str]:
-    return header if wanted is None else [name for name in header if name in wanted]
+    if wanted is None:
+        return header
+    return [name for name in header if name in wanted]
 
 
 def _is_number(text: str) -> bool:

@@ -4,8 +4,8 @@ this process      takes a step, makes it, takes the next one ...
 thread 1          takes a step, sends it, waits  ---stdin--->  python -m onward.trainer.data.storage.part_program FOLDER
 thread 2          ...                            <--stdout---  Reply, one line of JSON
 
-This process begins at once, so that the time in which the others start is not lost. Where one of them ends without a
-reply, killed for its memory for instance, its step is made again in a new process.
+This process begins at once, and the others take steps when they are ready, which takes them two seconds. Where one of
+them ends without a reply, killed for its memory for instance, its step is made again in a new process.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO
 
 import psutil
 
 from onward.trainer.data.images.image_computer import ImageComputer
 from onward.trainer.data.storage.recipe import Recipe
-from onward.trainer.data.storage.written_parts import PartMaker, PartStep, StepResult
+from onward.trainer.data.storage.written_parts import PartMaker, PartStep, RunSteps, StepResult
 from onward.trainer.errors import RuntimeUnavailable
 from onward.trainer.run.machine.this_machine import usable_cores
 from onward.trainer.run.records import Record
@@ -35,6 +36,8 @@ MOST_DEATHS = 3
 """A step in which so many processes end is not begun again."""
 PROCESS_BYTES = 1 << 29
 """Memory that a process takes, about."""
+READY = b"ready\n"
+"""What a process prints once it can make steps."""
 LOG_LETTERS = 500
 """Of the end of what a process has printed, in a message."""
 
@@ -62,35 +65,38 @@ class PartProcesses:
     def _num(self) -> int:
         return self.num or min(usable_cores(), psutil.virtual_memory().available // PROCESS_BYTES)
 
-    def run(self, maker: PartMaker, steps: Iterable[PartStep]) -> Iterator[tuple[int, StepResult]]:
-        """Yield the number of each step with its result. Raises RuntimeUnavailable, OSError."""
+    @contextmanager
+    def opened(self, maker: PartMaker) -> Iterator[RunSteps]:
+        """Start the other processes, and end them with the context."""
         queues = _Queues()
         others = [_Process(maker, number, queues) for number in range(1, self._num())]
-        left = 0
         try:
             for other in others:
                 other.start()
-            for step in steps:
-                queues.waiting.put((left, step))
-                left += 1
-            for _ in others:
-                queues.waiting.put(None)
-            while (item := queues.waiting.get()) is not None:
-                queues.done.put((item[0], maker.make(item[1])))
-                while not queues.done.empty():
-                    number, result = queues.next_result()
-                    left -= 1 + (queues.drop_waiting() if result.problems else 0)
-                    yield number, result
-            # it was for one of the others
-            queues.waiting.put(None)
-            while left:
-                number, result = queues.next_result()
-                left -= 1 + (queues.drop_waiting() if result.problems else 0)
-                yield number, result
+            yield partial(_run, maker, queues)
         finally:
             queues.stopped.set()
             for other in others:
                 other.end()
+
+
+def _run(maker: PartMaker, queues: _Queues, steps: Iterable[PartStep]) -> Iterator[tuple[int, StepResult]]:
+    """Yield the number of each step with its result. Raises RuntimeUnavailable, OSError."""
+    left = 0
+    for step in steps:
+        queues.waiting.put((left, step))
+        left += 1
+    while left:
+        # this process makes a step, too, as long as some wait
+        with suppress(queue.Empty):
+            item = queues.waiting.get_nowait()
+            assert item
+            queues.done.put((item[0], maker.make(item[1])))
+        for number, result in queues.results():
+            left -= 1
+            if result.problems:
+                left -= queues.drop_waiting()
+            yield number, result
 
 
 THIS_MACHINE = PartProcesses()
@@ -98,30 +104,30 @@ THIS_MACHINE = PartProcesses()
 
 
 class _Queues:
-    """What the threads share: steps that wait, each with its number, then None for each thread; and what is done."""
+    """What the threads share: steps that wait, each with its number, and what is done. None ends a thread."""
 
     def __init__(self) -> None:
         self.waiting: queue.Queue[tuple[int, PartStep] | None] = queue.Queue()
         self.done: queue.Queue[tuple[int, StepResult] | Exception] = queue.Queue()
         self.stopped = threading.Event()
 
-    def next_result(self) -> tuple[int, StepResult]:
-        """Return the next result. Raises what a thread has raised."""
-        item = self.done.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
+    def results(self) -> Iterator[tuple[int, StepResult]]:
+        """Wait for a result, and yield all that there are. Raises what a thread has raised."""
+        while True:
+            item = self.done.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+            if self.done.empty():
+                return
 
     def drop_waiting(self) -> int:
         """Remove the steps that wait, and return how many they were."""
-        dropped = ends = 0
+        dropped = 0
         with suppress(queue.Empty):
             while True:
-                is_end = self.waiting.get_nowait() is None
-                ends += is_end
-                dropped += not is_end
-        for _ in range(ends):
-            self.waiting.put(None)
+                self.waiting.get_nowait()
+                dropped += 1
         return dropped
 
 
@@ -142,6 +148,10 @@ class _Process:
 
     def _pass_steps(self) -> None:
         try:
+            # steps are for who makes them at once, and not for a process that is still starting
+            if not self._is_ready():
+                log.warning("shards are written by one process less, which does not start: %s", self._last_words())
+                return
             while (item := self._queues.waiting.get()) is not None and not self._queues.stopped.is_set():
                 number, step = item
                 self._queues.done.put((number, self._made(step)))
@@ -159,6 +169,16 @@ class _Process:
         self._thread.join()
         self._process.kill()
         self._process.communicate()
+
+    def _is_ready(self) -> bool:
+        """Wait until the process can make steps; False if it ends instead."""
+        assert self._process
+        assert self._process.stdout
+        return self._process.stdout.readline() == READY or self._queues.stopped.is_set()
+
+    def _last_words(self) -> str:
+        text = self._log.read_text(errors="replace")[-LOG_LETTERS:].strip()
+        return text or "without a message, as the kernel ends a process when memory is short"
 
     def _new_process(self) -> subprocess.Popen[bytes]:
         program = [sys.executable, "-m", "onward.trainer.data.storage.part_program", str(self._folder)]
@@ -183,10 +203,11 @@ class _Process:
                 break
             log.warning("a process that writes shards ended with status %d; another makes its part again", status)
             self._process = self._new_process()
-        text = self._log.read_text(errors="replace")[-LOG_LETTERS:].strip()
+            if not self._is_ready():
+                break
         raise RuntimeUnavailable(
             f"{MOST_DEATHS} processes ended in the same part of the data, the last with status {status}: "
-            f"{text or 'without a message, as the kernel ends a process when memory is short'}; see {self._log}"
+            f"{self._last_words()}"
         )
 
 

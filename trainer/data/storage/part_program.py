@@ -11,9 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from onward.trainer.data.storage.part_processes import Reply
-from onward.trainer.data.storage.written_parts import PartStep, StepResult, open_maker
-from onward.trainer.errors import DataError
+from onward.trainer.data.storage.part_processes import READY, Reply
+from onward.trainer.data.storage.written_parts import PartStep, open_maker
 
 
 def main(folder: Path) -> None:
@@ -21,16 +20,16 @@ def main(folder: Path) -> None:
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # what a library prints is no reply
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    maker = None
+    maker = open_maker(folder)
+    replies.write(READY)
+    replies.flush()
     for line in sys.stdin.buffer:
         step = PartStep.model_validate_json(line)
         try:
-            maker = maker or open_maker(folder)
             reply = Reply(result=maker.make(step))
-        except DataError as error:
-            reply = Reply(result=StepResult(problems=error.problems))
         except OSError as error:
-            reply = Reply(os_error=(error.errno or 0, error.strerror or str(error), str(error.filename or "")))
+            what = error.strerror or str(error)
+            reply = Reply(os_error=(error.errno or 0, what, str(error.filename or "")))
         replies.write(reply.model_dump_json().encode() + b"\n")
         replies.flush()
 

@@ -46,6 +46,7 @@ from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Spl
 from onward.trainer.data.storage.written_parts import StepRunner, is_divided
 from onward.trainer.data.storage.written_shards import write_shards
 from onward.trainer.errors import DataError, OnwardError
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import fsync, sha256
 from onward.trainer.run.machine.this_machine import usable_cores
 from onward.trainer.run.recorded.checked_data import CheckedData
@@ -177,13 +178,14 @@ def cache_key(recipe: Recipe, cache: Path | None = None) -> str:
     return once_read(cache / KNOWN, ["source", _key(recipe, located, {})], files, read)
 
 
-def check_data(config: RunConfig, directory: Path) -> tuple[CheckedData, ...]:
-    """Read every byte of the shards in a directory, and of the source that they were made of. () if they are gone."""
-    if not directory.is_dir():
+def check_data(run: RunDir) -> tuple[CheckedData, ...]:
+    """Read every byte of the shards of a run, and of the source that they were made of. () if they are gone."""
+    if not run.shards.is_dir():
         return ()
+    config = read_config(run)
     try:
-        manifest = read_record(directory / "manifest.json", ShardManifest)
-        problems = tuple(damaged_files(directory, manifest))
+        manifest = read_record(run.shards / "manifest.json", ShardManifest)
+        problems = tuple(damaged_files(run.shards, manifest))
     except OnwardError as error:
         return (CheckedData(name="shards", result="differ", problems=error.problems),)
     shards = CheckedData(name="shards", result="differ" if problems else "as written", problems=problems)

@@ -15,7 +15,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -46,8 +46,8 @@ from onward.trainer.run.records import Record, read_record, write_record
 
 PART_BYTES = 32 << 20
 """A part of the sources has about this many bytes, or more."""
-LEAST_BYTES = 4 * PART_BYTES
-"""Smaller sources are written by one process: starting another takes longer than what it saves."""
+LEAST_BYTES = 512 << 20
+"""Smaller sources are written by one process: another one takes two seconds of processor time until it begins."""
 JOINED_BYTES = 64 << 20
 """Files of about this size are joined in one step, or of more."""
 ALL_ROWS = 1 << 62
@@ -121,12 +121,14 @@ class StepRunner(Protocol):
         """Return whether more processes than this one would be faster."""
         ...
 
-    def run(self, maker: PartMaker, steps: Iterable[PartStep]) -> Iterator[tuple[int, StepResult]]:
-        """Yield the number of each step, from 0, with its result, in any order.
-
-        Steps are begun in their order. After a result with problems no further ones are begun.
-        """
+    def opened(self, maker: PartMaker) -> AbstractContextManager[RunSteps]:
+        """Return what runs the steps of a job; its processes end with the context."""
         ...
+
+
+RunSteps = Callable[[Iterable["PartStep"]], Iterator[tuple[int, "StepResult"]]]
+"""Yields the number of each step, from 0, with its result, in any order. Steps are begun in their order, and none after
+a result with problems."""
 
 
 class PartMaker:
@@ -286,8 +288,11 @@ def _size(sources: Iterable[Source]) -> int:
     return sum(path.stat().st_size for source in sources for _, path in source.files)
 
 
-def write_parts(recipe: Recipe, directory: Path, progress: ShardingProgress, runner: StepRunner) -> WrittenRows:
-    """Write the rows of all splits in parts, and join these at the end. Raises DataError, the first in their order."""
+@contextmanager
+def writing_parts(
+    recipe: Recipe, directory: Path, progress: ShardingProgress, runner: StepRunner
+) -> Iterator[WrittenRows]:
+    """Write the rows of all splits in parts; `finish` joins these. Raises DataError, the first in their order."""
     folder = directory / "parts"
     folder.mkdir()
     maker = PartMaker(folder, recipe)
@@ -304,35 +309,42 @@ def write_parts(recipe: Recipe, directory: Path, progress: ShardingProgress, run
     def seen(result: StepResult) -> None:
         progress.add(result.written.seen if result.written else 0)
 
-    results = _results(runner, maker, steps(), seen)
+    with runner.opened(maker) as run:
+        yield _written_rows(maker, run, _results(run, steps(), seen), range_of, runner.most_parts)
+
+
+def _written_rows(
+    maker: PartMaker, run: RunSteps, results: Sequence[StepResult], range_of: Sequence[int], most: int
+) -> WrittenRows:
+    """Return the rows of all parts. range_of: the number of the range of each part."""
+    recipe = maker.recipe
     written = [result.written for result in results if result.written]
     totals = [RangeRows() for _ in maker.ranges]
     for at, part in zip(range_of, written, strict=True):
         totals[at] = totals[at].with_later(part.rows)
     counts = {split: [part.counts.get(split, 0) for part in written] for split in splits_of(recipe.data)}
-    observed = [{column.name: column for column in columns} for part in written for columns in part.columns]
+    of_splits = [columns for part in written for columns in part.columns]
+    observed = [{column.name: column for column in columns} for columns in of_splits]
 
     def finish() -> Mapping[str, tuple[ShardFile, ...]]:
         row_bytes = sum(part.size_bytes for part in written) / max(1, sum(map(sum, counts.values())))
         rows_per_step = max(1, round(JOINED_BYTES / row_bytes))
-        joins = _joins(counts, recipe.data.rows_per_shard, rows_per_step, runner.most_parts)
+        joins = _joins(counts, recipe.data.rows_per_shard, rows_per_step, most)
         files = defaultdict[str, list[ShardFile]](list)
-        joined = _results(runner, maker, (PartStep(join=join) for join in joins), lambda _: None)
+        joined = _results(run, (PartStep(join=join) for join in joins), lambda _: None)
         for join, result in zip(joins, joined, strict=True):
             files[join.split] += result.files
-        shutil.rmtree(folder)
-        fsync(directory)
+        shutil.rmtree(maker.folder)
+        fsync(maker.folder.parent)
         return {split: tuple(files[split]) for split in counts}
 
     return WrittenRows(totals, {split: sum(each) for split, each in counts.items()}, observed, finish)
 
 
-def _results(
-    runner: StepRunner, maker: PartMaker, steps: Iterable[PartStep], seen: Callable[[StepResult], None]
-) -> list[StepResult]:
+def _results(run: RunSteps, steps: Iterable[PartStep], seen: Callable[[StepResult], None]) -> list[StepResult]:
     """Return the results of all steps, in their order. Raises the DataError of the first that has one."""
     results: dict[int, StepResult] = {}
-    for number, result in runner.run(maker, steps):
+    for number, result in run(steps):
         results[number] = result
         seen(result)
     in_order = [results[number] for number in sorted(results)]

@@ -1,6 +1,6 @@
 """Write the shards of the sources, in this process or in several, and make the manifest: or say why that is impossible.
 
-write_ranges or write_parts    rows of all ranges, in files or parts of files
+write_ranges or writing_parts  rows of all ranges, in files or parts of files
      |
 checks                         bad rows, splits and sources without rows        -> DataError
      |
@@ -21,8 +21,8 @@ from onward.trainer.data.schema.fitted import all_fitted
 from onward.trainer.data.storage.recipe import Recipe
 from onward.trainer.data.storage.sharding_progress import Report, ShardingProgress
 from onward.trainer.data.storage.shards import ShardManifest
-from onward.trainer.data.storage.written_parts import StepRunner, write_parts
-from onward.trainer.data.storage.written_ranges import RangeRows, write_ranges
+from onward.trainer.data.storage.written_parts import StepRunner, writing_parts
+from onward.trainer.data.storage.written_ranges import RangeRows, WrittenRows, write_ranges
 from onward.trainer.errors import DataError
 
 
@@ -38,9 +38,16 @@ def write_shards(
 
     Raises DataError for bad rows (policy `fail`), and for a split or a source without rows.
     """
-    data = recipe.data
     progress = ShardingProgress(recipe.data, report)
-    written = write_parts(recipe, directory, progress, runner) if runner else write_ranges(recipe, directory, progress)
+    if runner is None:
+        return _manifest(recipe, key, labels, write_ranges(recipe, directory, progress))
+    with writing_parts(recipe, directory, progress, runner) as written:
+        return _manifest(recipe, key, labels, written)
+
+
+def _manifest(recipe: Recipe, key: str, labels: Collection[str], written: WrittenRows) -> ShardManifest:
+    """Check what was written, and complete its files."""
+    data = recipe.data
     total = reduce(RangeRows.with_later, written.ranges, RangeRows())
     # raised after all ranges, so that the message counts all bad rows
     if total.bad and data.bad_rows == "fail":

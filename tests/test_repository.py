@@ -82,7 +82,8 @@ LONG_FUNCTIONS = {
     "flows/train_onnx.py train_onnx": 94,  # 30 parameters, and the endings
     "flows/commands/sweeps.py sweep": 64,  # options
     "flows/commands/inspection.py doctor": 62,  # options
-    "flows/deploying/deploy.py deploy": 61,
+    "flows/commands/servers.py deploy": 64,  # options
+    "flows/deploying/deploy.py deploy": 63,
     "flows/sweeps/making.py make_sweep": 72,
     "trainer/diagnostics/doctor.py diagnose": 72,
     "trainer/export/exported_model.py export": 95,
@@ -96,7 +97,7 @@ DENSEST_FILE = 20.2
 """Tokens in a line of code, without docstrings and comments. The aim is 12."""
 DENSEST_TREE = 10.45
 """The aim is 9."""
-MOST_TOKENS = 734_500
+MOST_TOKENS = 741_500
 MOST_DECISIONS = 2
 """Of a statement, or of the head of one with a body: each `and`, `or`, conditional expression, and each `for` and `if`
 of a comprehension."""

@@ -305,9 +305,8 @@ def copy_to(
     # a variant that was refused has no file, and keeps its reason
     variants = []
     for variant in exported.variants:
-        place = places.get(variant.kind)
         data = copied_variants[variant.data] if variant.data else None
-        variants.append(variant.model_copy(update={"path": place, "data": data}))
+        variants.append(variant.model_copy(update={"path": places.get(variant.kind), "data": data}))
     moved = {
         "path": target,
         "beside": copied(exported.beside),

@@ -82,7 +82,8 @@ LONG_FUNCTIONS = {
     "flows/train_onnx.py train_onnx": 95,  # 30 parameters, and the endings
     "flows/commands/sweeps.py sweep": 64,  # options
     "flows/commands/inspection.py doctor": 62,  # options
-    "flows/deploying/deploy.py deploy": 61,
+    "flows/commands/servers.py deploy": 64,  # options
+    "flows/deploying/deploy.py deploy": 63,
     "flows/sweeps/making.py make_sweep": 72,
     "trainer/diagnostics/doctor.py diagnose": 72,
     "trainer/export/exported_model.py export": 95,

@@ -22,32 +22,38 @@ def read_cluster(
 ) -> Cluster:
     """Return the cluster that the options describe. Raises ConfigError with everything that is wrong in them."""
     problems = list(gpu_problems(device)) if device else []
-    if (hosts or network or latency) and not device:
+    if not device and any((hosts, network, latency)):
         problems.append("--hosts, --network and --latency describe a cluster of GPUs: name one, such as --device H100")
-    shape = re.fullmatch(r"([1-9]\d{0,6})[xX]([1-9]\d{0,6})", hosts or "1x1")
-    if not shape:
-        problems.append(f"--hosts {hosts}: write hosts x GPUs of each, such as 8x8")
-    elif int(shape[1]) * int(shape[2]) > MOST_RANKS:
-        problems.append(
-            f"--hosts {hosts}: {int(shape[1]) * int(shape[2]):,} ranks, more than the limit of {MOST_RANKS:,}"
-        )
+    num_hosts, of_each = _shape(hosts, problems) if hosts else (1, 0)
     numbers = {
         "network": _quantity("--network", network, RATES, "50GB/s or 400Gbit/s", problems),
         "latency": _quantity("--latency", latency, TIMES, "5us", problems),
         "storage": _quantity("--storage", storage, RATES, "2GB/s", problems),
         "failures": _quantity("--failures-every", failures, TIMES, "6h", problems),
     }
-    if problems or not shape:
+    if problems:
         raise ConfigError(problems)
     return Cluster(
         gpu=device,
-        hosts=int(shape[1]),
-        ranks_per_host=int(shape[2]) if hosts else 0,
+        hosts=num_hosts,
+        ranks_per_host=of_each,
         network_bytes_per_s=numbers["network"],
         latency_s=numbers["latency"],
         storage_bytes_per_s=numbers["storage"],
         failures_every_s=numbers["failures"],
     )
+
+
+def _shape(text: str, problems: list[str]) -> tuple[int, int]:
+    """Return hosts and GPUs of each; add what is wrong to the problems."""
+    shape = re.fullmatch(r"([1-9]\d{0,6})[xX]([1-9]\d{0,6})", text)
+    if not shape:
+        problems.append(f"--hosts {text}: write hosts x GPUs of each, such as 8x8")
+        return 1, 1
+    hosts, of_each = int(shape[1]), int(shape[2])
+    if hosts * of_each > MOST_RANKS:
+        problems.append(f"--hosts {text}: {hosts * of_each:,} ranks, more than the limit of {MOST_RANKS:,}")
+    return hosts, of_each
 
 
 def _quantity(option: str, text: str, units: Mapping[str, float], example: str, problems: list[str]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onward.flows.planning.failures import CheckpointTimes
+from onward.flows.planning.checkpoint_period import CheckpointTimes
 from onward.flows.planning.time_needed import TimeNeeded
 from onward.flows.planning.whole_run import RunPlan
 from onward.flows.shown.terminal_tables import as_toml, table, wrapped

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from onward.flows.configuration import prefect_at_home
-from onward.flows.planning.failures import CheckpointTimes, checkpoint_times
+from onward.flows.planning.checkpoint_period import CheckpointTimes, checkpoint_times
 from onward.flows.planning.time_needed import TimeNeeded, key_of_run, known_pace, number_of_steps, time_needed
 from onward.tasks.checks.disk_space import most_checkpoints, shares, space_problems
 from onward.tasks.checks.registered_models import store_of
@@ -109,17 +109,9 @@ def plan_run(
     origins = {key: where for key, where in known.items() if key in changed}
     assert layout.needs is not None, "the process of a plan computes them"
     copy_bytes = 0
-    found_time = time_needed(chosen, layout, rows, pace)
+    needed = time_needed(chosen, layout, rows, pace)
     if _writes_beside_training(chosen.parallel, chosen.checkpoint, layout):
         copy_bytes = layout.needs.checkpoint_bytes
-    times = checkpoint_times(
-        chosen.checkpoint,
-        cluster,
-        checkpoint_bytes=layout.needs.checkpoint_bytes,
-        ranks=layout.num_ranks,
-        beside=bool(copy_bytes),
-        step_s=found_time.step_s,
-    )
     planned = {name: getattr(layout, name) for name in Plan.model_fields}
     return RunPlan(
         **planned,
@@ -127,10 +119,17 @@ def plan_run(
         num_steps=number_of_steps(chosen.train, rows),
         num_samples=samples,
         epochs=epochs,
-        time=found_time,
+        time=needed,
         disk=disk_needed(chosen, layout.needs),
         copy_bytes=copy_bytes,
-        checkpoint_times=times,
+        checkpoint_times=checkpoint_times(
+            chosen.checkpoint,
+            cluster,
+            layout.needs,
+            ranks=layout.num_ranks,
+            copied=copy_bytes,
+            step_s=needed.step_s,
+        ),
         changed=changed,
         origins=origins,
     )

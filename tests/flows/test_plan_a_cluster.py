@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from onward.flows import api, cli
+from onward.flows.planning.checkpoint_period import best_period, checkpoint_times, lost_share
 from onward.flows.planning.cluster_options import read_cluster
-from onward.flows.planning.failures import best_period, checkpoint_times, lost_share
 from onward.tasks.checks.rehearsing import _show_progress
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.sections.ranks import LaunchConfig
@@ -27,6 +27,7 @@ from onward.trainer.onnx_graph.examples.reference_models import build_gpt2
 from onward.trainer.parallel.planning.cluster import PROGRESS, THIS_MACHINE, Cluster
 from onward.trainer.parallel.planning.plan_record import Plan
 from onward.trainer.parallel.planning.planner import plan, refuse_absent_gpu
+from onward.trainer.run.records import Needs
 
 HOUR = 3600.0
 
@@ -205,8 +206,11 @@ def test_a_checkpoint_that_is_written_beside_the_training_waits_less_and_is_comp
     saving = CheckpointConfig(minutes=10.0)
     cluster = Cluster(storage_bytes_per_s=1e9, failures_every_s=6 * HOUR)
 
+    size = 100 * 10**9
+    needs = Needs(rank_bytes=0, activation_bytes=0, checkpoint_bytes=size, model_bytes=0)
+
     def times(*, beside: bool) -> Any:
-        return checkpoint_times(saving, cluster, checkpoint_bytes=100 * 10**9, ranks=10, beside=beside, step_s=1.0)
+        return checkpoint_times(saving, cluster, needs, ranks=10, copied=size * beside, step_s=1.0)
 
     waits, beside = times(beside=False), times(beside=True)
     assert waits.write_s == beside.write_s == 100.0
@@ -214,7 +218,5 @@ def test_a_checkpoint_that_is_written_beside_the_training_waits_less_and_is_comp
     assert beside.best_period_s == pytest.approx(math.sqrt(2 * 6 * HOUR), rel=0.01), "Young's"
     assert beside.best_loss < waits.best_loss < 1
     assert waits.period_s == 600.0
-    never = checkpoint_times(
-        CheckpointConfig(minutes=0.0), cluster, checkpoint_bytes=1, ranks=1, beside=False, step_s=1.0
-    )
+    never = checkpoint_times(CheckpointConfig(minutes=0.0), cluster, needs, ranks=1, copied=0, step_s=1.0)
     assert (never.period_s, never.loss) == (0.0, 1.0)

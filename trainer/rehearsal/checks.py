@@ -79,9 +79,8 @@ def checks(
 ) -> list[Check]:
     """Return the checks of a run. Each adds to `findings`, and raises no error of the graph.
 
-    use: how a file of fixed batch is trained, which `config.model.fixed_batch` says as well. begin_again: sets another
-    time limit, in seconds from now. with_teacher: the module that is trained, where it is not that of `trainable`.
-    facts: None = it is read. Reads the first rows. Raises DataError without, ConfigError for a wrong `model.output`.
+    use: as `config.model.fixed_batch`. begin_again: sets another time limit, in seconds from now. with_teacher: what is
+    trained, if it is another module. facts: None = the file is read for them. Raises DataError when there are no rows.
     """
     arithmetic = _arithmetic(config.precision, config.launch, findings)
     if config.graph.compile == "auto":
@@ -89,8 +88,7 @@ def checks(
     elif config.graph.compile:
         findings.not_rehearsed.append("the compiled graph (graph.compile): compiling it takes long, so it ran eagerly")
     torch.manual_seed(config.train.seed)
-    facts = facts or facts_of(read_source(config.model.path, by_parts=True), config.model)
-    signature = facts.signature
+    signature, size_bytes = facts or facts_of(read_source(config.model.path, by_parts=True), config.model)
     most = max(config.micro_batch_size, config.evaluation_batch_size, PARITY_ROWS)
     rows = read_first_rows(config, signature, most)
     config = resolve(config, rows, signature)
@@ -121,7 +119,7 @@ def checks(
     kept_bytes = graph.kept_bytes_per_row(batch(1))
     # the CPU may compute in another type than the run, which then keeps other numbers
     is_alike = arithmetic.compute == config.precision.compute or config.launch.device == "cpu"
-    findings.needs = least_needs(trained, config, size_bytes=facts.size_bytes, kept_bytes_per_row=kept_bytes * is_alike)
+    findings.needs = least_needs(trained, config, size_bytes=size_bytes, kept_bytes_per_row=kept_bytes * is_alike)
     sizes = _sizes_that_fit(kept_bytes, sizes_of_run(*of_batches, rows.counts), findings)
     first = next(size for size in sizes if size.kind == "training")
     # a graph of fixed batch is compared on batches of that size

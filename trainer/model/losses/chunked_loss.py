@@ -60,25 +60,26 @@ def _of_rows(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def chunks(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of [rows, C], with about CHUNK logits each; in a dry run the first one only."""
+    """Yield slices of the rows of [rows, C], with about CHUNK logits each; in a dry run the first two only."""
     size = max(1, CHUNK["cpu" if logits.device.type == "cpu" else "cuda"] // max(1, logits.shape[-1]))
     for first in range(0, len(logits), size):
         yield slice(first, first + size)
-        if _one_chunk.get():
+        # the second one is made while what the first took is still alive; a third would take no more
+        if _few_chunks.get() and first:
             return
 
 
-_one_chunk = ContextVar("_one_chunk", default=False)
+_few_chunks = ContextVar("few chunks of a dry run", default=False)
 
 
 @contextlib.contextmanager
-def one_chunk() -> Iterator[None]:
-    """Compute one chunk of each loss in a block, for a dry run: each chunk takes the same memory, one after another."""
-    token = _one_chunk.set(True)
+def few_chunks() -> Iterator[None]:
+    """Compute two chunks of each loss in a block, for a dry run: all chunks take the same memory, one after another."""
+    token = _few_chunks.set(True)
     try:
         yield
     finally:
-        _one_chunk.reset(token)
+        _few_chunks.reset(token)
 
 
 class _CrossEntropy(torch.autograd.Function):

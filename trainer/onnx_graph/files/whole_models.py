@@ -117,10 +117,10 @@ def _held_bytes(tensor: TensorProto) -> int:
     if not tensor.HasField("raw_data"):
         return int(tensor.ByteSize())
     try:
-        size = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        size = int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
     except KeyError:
         size = 1
-    return math.prod(tensor.dims) * int(size)
+    return math.prod(tensor.dims) * size
 
 
 def _is_moved(tensor: TensorProto) -> bool:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onward.trainer.model.losses.chunked_loss import one_chunk
+from onward.trainer.model.losses.chunked_loss import few_chunks
 from onward.trainer.model.weight_casts import casts_kept, make_casts
 from onward.trainer.parallel.cost import Autocast
 from onward.trainer.parallel.pipeline.stage import Stage
@@ -75,7 +75,7 @@ def dry_run(
             return fake
 
         # the modules of training run, with their weights replaced: a copy would have to copy the data too
-        with replaced_weights(stage.chain, fake_weight), casts_kept(device), one_chunk():
+        with replaced_weights(stage.chain, fake_weight), casts_kept(device), few_chunks():
             # casts of weights are made once in a step and not in each micro-batch, so stage_memory.py counts them
             with autocast():
                 for cast in make_casts(stage.chain):

@@ -37,7 +37,7 @@ from onward.trainer.parallel.layout import drop_data
 from onward.trainer.parallel.matrices import find_matrices
 from onward.trainer.parallel.planning.cluster import PROGRESS, THIS_MACHINE, Cluster
 from onward.trainer.parallel.planning.device_model import CONTEXT_BYTES, Device, describe, gpu, reserve
-from onward.trainer.parallel.planning.estimate_layouts import Estimator
+from onward.trainer.parallel.planning.estimate_layouts import Arithmetic, Estimator
 from onward.trainer.parallel.planning.gpus import has_bf16
 from onward.trainer.parallel.planning.layout_estimate import Estimate
 from onward.trainer.parallel.planning.plan_record import Plan, PlannedRate
@@ -137,13 +137,15 @@ def _choose(estimator: Estimator, config: RunConfig, device: torch.device, clust
         divided = _with(config, parallel=sizes)
         try:
             # nothing is skipped before something fits
-            least_s = _least_s(estimator, divided, planned)
+            counts = _micro_batch_counts(divided.model, divided.train, divided.parallel, estimator.signature)
+            rows = config.train.global_batch_size
+            least_s = _least_s(estimator.whole, counts, rows, divided.parallel, planned)
             if least_s > min(map(Estimate.step_s, fitting), default=math.inf):
                 skipped.append((name, least_s))
             elif slower := _slower_by_tensor(fitting, divided.parallel):
                 considered.append(f"{name}: not estimated, since {slower}")
             else:
-                fitting.append(_first_that_fits(estimator, divided, planned, limit))
+                fitting.append(_first_that_fits(estimator, divided, counts, planned, limit))
         except ConfigError as error:
             considered.append(f"{name}: {error}")
     if not fitting:
@@ -170,17 +172,18 @@ def _choose(estimator: Estimator, config: RunConfig, device: torch.device, clust
     return estimator.estimate(chosen).record(limit=limit, considered=considered)
 
 
-def _first_that_fits(estimator: Estimator, config: RunConfig, device: Device, limit: int) -> Estimate:
+def _first_that_fits(
+    estimator: Estimator, config: RunConfig, counts: Sequence[int], device: Device, limit: int
+) -> Estimate:
     """Return the simplest configuration of these sizes that fits: with more micro-batches, ZeRO, recomputation.
 
-    Raises ConfigError where none does.
+    counts: the numbers of micro-batches. Raises ConfigError where none does.
     """
     parallel = config.parallel
     # ZeRO replaces the reducer, so it does not go with Adasum, MPI or compression, nor with split backward passes
     may_shard = (parallel.reduction, parallel.transport, parallel.compression) == ("sum", "torch", "none")
     may_shard = may_shard and not parallel.order.splits_backward and parallel.data > 1
     zero_stages = range(parallel.zero, 4) if may_shard else range(1)
-    counts = _micro_batch_counts(config.model, config.train, config.parallel, estimator.signature)
     estimates: dict[int, Estimate] = {}
 
     def fitting(at: int) -> Estimate | None:
@@ -237,29 +240,27 @@ def _first_likely(counts: Sequence[int], known: Estimate, limit: int, slack: flo
     """Return the position of the first number of micro-batches that may fit, if `slack` of what it takes is counted."""
     memory = max((rank.memory for rank in known.ranks), key=lambda memory: memory.peak)
     left = limit - known.reserve(limit).total - memory.weights - memory.gradients - memory.optimizer
-    growing = memory.activations + memory.transient
     # what a micro-batch takes is in proportion to its rows, but for units that ZeRO gathers
-    growing *= slack * known.config.train.gradient_accumulation_steps
-    likely = (at for at in range(1, len(counts)) if growing / counts[at] <= left)
+    of_all_rows = (memory.activations + memory.transient) * known.config.train.gradient_accumulation_steps
+    likely = (at for at in range(1, len(counts)) if slack * of_all_rows / counts[at] <= left)
     return next(likely, len(counts) - 1)
 
 
-def _least_s(estimator: Estimator, config: RunConfig, device: Device) -> float:
+def _least_s(
+    whole: Arithmetic | None, counts: Sequence[int], rows: int, parallel: ParallelConfig, device: Device
+) -> float:
     """Return a time that no step of these sizes is below: all arithmetic divided evenly, and no messages.
 
-    Raises ConfigError as `_micro_batch_counts`.
+    whole: None = it is not known yet, and the time is 0. counts: numbers of micro-batches. rows: of all replicas.
     """
-    parallel = config.parallel
-    times = list[float]()
-    if estimator.whole is not None:
-        ranks = parallel.tensor * parallel.pipeline
-        for count in _micro_batch_counts(config.model, config.train, config.parallel, estimator.signature):
-            rows = config.train.global_batch_size / (parallel.data * count)
-            num_nodes = estimator.whole.num_nodes // parallel.pipeline
-            pass_s = device.pass_s(estimator.whole.flops_of_row * rows / ranks, num_nodes)
-            bubble = parallel.order.bubble(parallel.pipeline_size(count))
-            times.append(count * pass_s / (1 - bubble))
-    return min(times, default=0.0)
+    if whole is None:
+        return 0.0
+    times = []
+    for count in counts:
+        flops = whole.flops_of_row * rows / (parallel.data * count * parallel.tensor * parallel.pipeline)
+        pass_s = device.pass_s(flops, whole.num_nodes // parallel.pipeline)
+        times.append(count * pass_s / (1 - parallel.order.bubble(parallel.pipeline_size(count))))
+    return min(times)
 
 
 def _memory_of_a_rank(launch: LaunchConfig, device: torch.device) -> int:

@@ -26,11 +26,15 @@ CPU = torch.device("cpu")
 class Alone(Estimator):
     """Analyses the graph again for each configuration."""
 
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self._all = module, device
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._all = given
 
     def estimate(self, config: RunConfig) -> Estimate:
-        return Estimator(*self._all).estimate(config)
+        alone = Estimator(*self._all)
+        found = alone.estimate(config)
+        self.whole = self.whole or alone.whole
+        return found
 
 
 def gpt2(folder: Path, gib: float) -> RunConfig:

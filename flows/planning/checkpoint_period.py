@@ -16,7 +16,7 @@ import math
 
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.parallel.planning.cluster import Cluster
-from onward.trainer.run.records import Record
+from onward.trainer.run.records import Needs, Record
 
 STORAGE_BYTES_PER_S = 1e9
 """At which checkpoints are written if nothing is said: one NFS server, or one disk."""
@@ -49,12 +49,13 @@ class CheckpointTimes(Record):
 
 
 def checkpoint_times(
-    saving: CheckpointConfig, cluster: Cluster, *, checkpoint_bytes: int, ranks: int, beside: bool, step_s: float
+    saving: CheckpointConfig, cluster: Cluster, needs: Needs, *, ranks: int, copied: int, step_s: float
 ) -> CheckpointTimes:
-    """Return what checkpoints take and failures cost. beside: they are written beside the training, from a copy."""
+    """Return what checkpoints take and failures cost. copied: bytes of all ranks that are copied and then written
+    beside the training; 0 = the training waits."""
     rate = cluster.storage_bytes_per_s or STORAGE_BYTES_PER_S
-    write_s = checkpoint_bytes / rate
-    wait_s = min(write_s, checkpoint_bytes / ranks / COPY_BYTES_PER_S) if beside else write_s
+    write_s = needs.checkpoint_bytes / rate
+    wait_s = min(write_s, copied / ranks / COPY_BYTES_PER_S) if copied else write_s
     found = CheckpointTimes(
         storage_bytes_per_s=rate, storage_given=bool(cluster.storage_bytes_per_s), write_s=write_s, wait_s=wait_s
     )

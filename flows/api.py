@@ -83,7 +83,7 @@ def run(
     from onward.flows.running.named_run import limits_to_resume, named_run
     from onward.flows.submitting.slurm_script import requeued
 
-    again = requeued() if continue_run else contextlib.nullcontext()
+    again = requeued(run_name) if continue_run else contextlib.nullcontext()
     with again, named_run(run_name, may_continue=continue_run) as named:
         found = named.to_resume
         if found is None and continue_run:  # another machine may have begun it

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -114,6 +115,8 @@ def train_rank(run: RunDir, *, until: int = 0) -> int:
     # This file is the only proof of success; the exit status of mpirun is none.
     if mpi.rank == 0:
         write_record(run.result(attempt), result)
+    # srun ends the other ranks once one has exited with 75, and the handler of a signal may crash a Python that ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # after the result is written: a rank that hangs while it leaves must not hide a success
     disconnect()
     run.reserved_for(attempt, mpi.rank).unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import contextlib
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from onward.flows.run_state.runs import holder_of, is_running
 from onward.flows.running.named_run import NAME
 from onward.infra.job import slurm_jobs
 from onward.infra.job.slurm_jobs import SlurmError, SlurmJob
+from onward.tasks.attempts.retry_policy import newest_checkpoint
 from onward.tasks.checks.machine_check import num_ranks
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, shown
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.machine.private_home import make_private
+from onward.trainer.run.names import owner_of
 from onward.trainer.run.records import Record, read_record, write_record
 
 SCRIPT = """\
@@ -40,6 +43,10 @@ SCRIPT = """\
 # the tasks of an array are runs of their own
 exec {command} --name {name}"${{SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}" --continue
 """
+
+
+NEAR_END_S = 150.0
+"""A job with so little time left was signalled because of its time limit."""
 
 
 class Submission(Record):
@@ -116,17 +123,30 @@ def _record(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def requeued() -> Iterator[None]:
-    """Let Slurm start its batch job again, of which this process is the script, if SIGTERM ends what is inside."""
+def requeued(name: str) -> Iterator[None]:
+    """Let Slurm start its batch job again, of which this process is the script, if SIGTERM ends the run NAME inside.
+
+    Not if its time was too short to train anything, which would repeat itself for ever.
+    """
+    saved = _saved(name)
     try:
         yield
     except SystemExit as ended:
         job = slurm_jobs.batch_job()
         # of a job that was cancelled the state is no longer RUNNING
         if job and ended.code == 128 + signal.SIGTERM and (found := slurm_jobs.find(job)) and found.state == "RUNNING":
+            if slurm_jobs.ends_at() - time.time() < NEAR_END_S and _saved(name) == saved:
+                print(f"onward: the time of job {job} of Slurm is too short: no step was saved in it", file=sys.stderr)
+                raise
             print(f"onward: job {job} of Slurm is put back into the queue, and goes on from there", file=sys.stderr)
             try:
                 slurm_jobs.requeue(job)
             except SlurmError as error:
                 print(f"onward: {error}; send it again to go on", file=sys.stderr)
         raise
+
+
+def _saved(name: str) -> int:
+    """Return the step of the newest checkpoint of the run NAME; 0 without one."""
+    run_id = owner_of(name)
+    return newest_checkpoint(RunDir(onward_home() / "runs" / run_id)) if run_id else 0

@@ -24,6 +24,9 @@ SETTINGS: Mapping[str, str] = {
     "PYTHONFAULTHANDLER": "1",
     # GPU memory is not lost to gaps between tensors of changing sizes. torch reads it when it first uses a GPU.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # Tensors are sent by gloo or NCCL; without these, Open MPI probes libfabric for a second at every start.
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "^ofi,uct,openib,usnic",
 }
 """Environment of the ranks under any launcher."""
 

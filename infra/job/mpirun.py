@@ -33,9 +33,6 @@ SETTINGS: Mapping[str, str] = {
     # In a container the user is usually root.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    # Tensors are sent by gloo or NCCL; without these, MPI probes libfabric for a second at every start.
-    "OMPI_MCA_pml": "ob1",
-    "OMPI_MCA_btl": "^ofi,uct,openib,usnic",
     # A broken network connection is detected after 5 + 3 x 2 s, and not after 8 minutes.
     "PRTE_MCA_oob_tcp_keepalive_time": "5",
     "PRTE_MCA_oob_tcp_keepalive_intvl": "2",

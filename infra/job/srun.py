@@ -21,26 +21,18 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from onward.infra.job import launcher
 from onward.infra.job.launcher import LauncherEnding, LaunchError, RankEnding, Ranks, signal_name, with_settings
 from onward.infra.job.slurm_jobs import allocation
 
-SETTINGS: Mapping[str, str] = {
-    **launcher.SETTINGS,
-    # Tensors are sent by gloo or NCCL; without these, MPI probes libfabric for a second at every start.
-    "OMPI_MCA_pml": "ob1",
-    "OMPI_MCA_btl": "^ofi,uct,openib,usnic",
-}
-"""Environment of the ranks, unless the user has set it."""
-
 _ENDED = re.compile(
     r"^srun: error: (\S+): tasks? (\d+)[\d,-]*: (?:Exited with exit code (\d+)|(.+?))(?: \(core dumped\))?$", re.M
 )
 _LOST_HOST = re.compile(
-    r"Node failure on (\S+)|failed on node (\S+): |Nodes? (\S+) (?:is|are) still not ready|DUE TO NODE FAILURE|"
-    r"Unable to contact slurm controller"
+    r"Node failure on (\S+)|failed on node (\S+): |Nodes? (\S+) (?:is|are) still not ready|DUE TO NODE FAILURE"
 )
 """What srun and slurmstepd print when a host or its slurmd is gone."""
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
@@ -97,14 +89,14 @@ class Srun:
             "--cpu-bind=none",
             # also within a session of `srun --pty`, whose step has all of the allocation
             "--overlap",
-            f"--mpi={'pmix' if has_pmix(program) else 'none'}",
+            f"--mpi={'pmix' if _takes_pmix(program) else 'none'}",
         ]
         return [str(program), *options, *python, "-m", *ranks.module]
 
     def environment(self, ranks: Ranks, users: Mapping[str, str], folder: Path) -> dict[str, str]:
         """Return the environment of srun and of the ranks."""
         # a site may set NONE, and without the tag of the job no process of it would be found
-        variables = {**with_settings(users, SETTINGS), "SLURM_EXPORT_ENV": "ALL"}
+        variables = {**with_settings(users, launcher.SETTINGS), "SLURM_EXPORT_ENV": "ALL"}
         # srun does not read what sbatch was asked for, and a rank would have one CPU
         if cpus := users.get("SLURM_CPUS_PER_TASK"):
             variables.setdefault("SRUN_CPUS_PER_TASK", cpus)
@@ -134,8 +126,10 @@ def _first_rank(output: str) -> RankEnding | None:
     return RankEnding(int(rank), host, signal_name(number), 128 + number)
 
 
-def has_pmix(program: Path) -> bool:
-    """Return whether this Slurm starts ranks of MPI through PMIx."""
+def _takes_pmix(program: Path) -> bool:
+    """Return whether Slurm and this Python environment start ranks of MPI through PMIx."""
+    if find_spec("mpi4py") is None:
+        return False
     try:
         listed = subprocess.run([program, "--mpi=list"], capture_output=True, text=True, timeout=LIST_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.support.workshop import Workshop, reached, until
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.mpi,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
 ONWARD = (sys.executable, "-m", "onward.flows.cli")
@@ -27,7 +28,9 @@ SETTINGS = (
     *("launch.rehearsal='off'", "launch.heartbeat_timeout_s=60"),
     *("monitor.report_to=[]", "train.log_period=5", "train.evaluation_period=0", "checkpoint.period=250"),
 )
-LIMIT_S = 400
+SERVER = "http://h0:4200/api"
+"""A Prefect server of the user, which all hosts use."""
+LIMIT_S = 900
 """Of each thing that is waited for, on a busy machine."""
 
 
@@ -40,14 +43,29 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 @pytest.fixture(scope="module")
 def site(workshop: Workshop) -> Iterator[Slurm]:
+    (workshop.home / "prefect").mkdir(parents=True)
     with machines(workshop.root / "machines", 3) as cluster, slurm(cluster) as found:
+        words = [sys.executable, "-m", "prefect", "server", "start", "--host", "h0", "--port", "4200"]
+        database = f"sqlite+aiosqlite:///{workshop.home}/prefect/prefect.db"
+        environment = {**workshop.environment, "PREFECT_API_DATABASE_CONNECTION_URL": database}
+        server = cluster.start(words, environment, workshop.root / "server.log")
+        connects = ("bash", "-c", "exec 3<>/dev/tcp/h0/4200")
+        until(lambda: found.call(*connects).returncode == 0, limit_s=LIMIT_S)
         yield found
+        server.terminate()
+        server.wait(60)
 
 
 @pytest.fixture(scope="module")
-def by_mpirun(workshop: Workshop) -> RunDir:
-    run = workshop.onward("run", str(workshop.root / "config.toml"), *SETTINGS, "train.num_steps=5000")
-    return RunDir(Path(run["directory"]))
+def by_mpirun(workshop: Workshop, site: Slurm) -> RunDir:
+    words = ("run", str(workshop.root / "config.toml"), *SETTINGS, "train.num_steps=5000", "--json")
+    ended = site.call(*ONWARD, *words, environment=environment_of(workshop), limit_s=LIMIT_S)
+    assert ended.returncode == 0, ended.stderr
+    return RunDir(Path(json.loads(ended.stdout)["directory"]))
+
+
+def environment_of(workshop: Workshop) -> dict[str, str]:
+    return {**workshop.environment, "PREFECT_API_URL": SERVER}
 
 
 class Job:
@@ -60,12 +78,12 @@ class Job:
         if script:
             path = workshop.root / f"{name}.sh"
             path.write_text(script)
-            sent = site.call("sbatch", "--parsable", *words, str(path), environment=workshop.environment)
+            sent = site.call("sbatch", "--parsable", *words, str(path), environment=environment_of(workshop))
         else:
             config = str(workshop.root / "config.toml")
             output = f"output={workshop.root}/%x-%j.out"
             words = ("submit", config, *SETTINGS, "--name", name, "--sbatch", output, *words)
-            sent = site.call(*ONWARD, *words, environment=workshop.environment, limit_s=120)
+            sent = site.call(*ONWARD, *words, environment=environment_of(workshop), limit_s=LIMIT_S)
         assert sent.returncode == 0, sent.stderr
         self.id = sent.stdout.split()[0 if script else 3]
 
@@ -101,7 +119,7 @@ class Job:
         until(lambda: reached(run, step, attempt=attempt), limit_s=LIMIT_S)
 
     def onward(self, *words: str, host: str = "h0") -> str:
-        done = self.site.call(*ONWARD, *words, environment=self.workshop.environment, host=host, limit_s=300)
+        done = self.site.call(*ONWARD, *words, environment=environment_of(self.workshop), host=host, limit_s=LIMIT_S)
         return done.stdout + done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shlex
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.flows.submitting.slurm_script import script_of
+from onward.flows.submitting.slurm_script import requeued, script_of
 from onward.infra.job import slurm_jobs
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
@@ -85,3 +86,39 @@ def test_what_squeue_says_is_read_and_after_it_what_the_accounting_says(
     assert slurm_jobs.find("3") is None
     assert slurm_jobs.ends_at({}) == float("inf")
     assert slurm_jobs.ends_at({"SLURM_JOB_ID": "3", "SLURM_JOB_END_TIME": "99"}) == 99.0
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "is_batch", "ends_in_s", "requeues"),
+    [
+        ("RUNNING", 143, True, 9000, True),
+        ("RUNNING", 143, True, 60, False),  # nothing was trained in the time of the job
+        ("COMPLETING", 143, True, 9000, False),  # it was cancelled
+        ("RUNNING", 75, True, 9000, False),
+        ("RUNNING", 143, False, 9000, False),  # a session of salloc
+    ],
+)
+def test_a_job_that_a_signal_of_slurm_has_ended_is_requeued(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    status: int,
+    is_batch: bool,
+    ends_in_s: int,
+    requeues: bool,
+) -> None:
+    ends = datetime.datetime.now().astimezone() + datetime.timedelta(seconds=ends_in_s)
+    for name, does in (
+        ("squeue", f'echo "{state}|None|n1|{ends:%Y-%m-%dT%H:%M:%S}"'),
+        ("scontrol", f'echo "$@" >> {tmp_path}/asked'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("ENVIRONMENT", "BATCH" if is_batch else "")
+    with pytest.raises(SystemExit), requeued("d1"):
+        raise SystemExit(status)
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if requeues else "")

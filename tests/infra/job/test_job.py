@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from onward.infra.job import job_guard
-from onward.infra.job.job import LAUNCHERS, Job, Outcome, running_job, stop_running
+from onward.infra.job import job_guard, slurm_jobs
+from onward.infra.job.job import LAST_S, LAUNCHERS, Job, Outcome, running_job, stop_running
 from onward.infra.job.job_guard import temporary_directory
 from onward.infra.job.launcher import Ranks
 from onward.infra.job.mpirun import Mpirun
@@ -112,6 +112,19 @@ def test_a_stopped_job_saves_and_exits(started: Callable[..., Future[Outcome]], 
     assert (tmp_path / "saved-1").exists()
     assert running_job(tmp_path) is None
     assert not stop_running(tmp_path)
+
+
+@pytest.mark.mpi
+def test_a_job_is_asked_to_save_before_the_end_of_the_schedulers_job_unless_its_limit_was_raised(
+    started: Callable[..., Future[Outcome]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # at the start, when that is near, and then
+    limits = iter([time.time() + LAST_S + 3.0, time.time() + LAST_S + 5.0])
+    monkeypatch.setattr(slurm_jobs, "ends_at", lambda: next(limits, time.time()))
+    outcome = started("behaved").result(30)
+    assert (outcome.returncode, outcome.reason) == (75, "out_of_time")
+    assert (tmp_path / "saved-0").exists()
+    assert next(limits, None) is None
 
 
 @pytest.mark.mpi

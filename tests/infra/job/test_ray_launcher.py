@@ -41,7 +41,18 @@ def test_what_is_said_about_the_end_of_a_job(output: str, returncode: int, endin
 def test_the_command_line_has_what_each_rank_reserves() -> None:
     words = Ray().arguments(RANKS, ["/venv/bin/python"], {})
     assert words[1:] == [
-        *("-m", "onward.infra.job.ray_ranks", "--ranks", "4", "--cpus", "2", "--device", "cuda", "--ranks-per-gpu", "3"),
+        *(
+            "-m",
+            "onward.infra.job.ray_ranks",
+            "--ranks",
+            "4",
+            "--cpus",
+            "2",
+            "--device",
+            "cuda",
+            "--ranks-per-gpu",
+            "3",
+        ),
         *("--", "/venv/bin/python", "-m", "onward.trainer", "train", "/run"),
     ]
 

@@ -24,7 +24,7 @@ import yaml
 
 from onward.tasks.checks.machine_check import num_ranks
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.ranks import LaunchConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES, PATHS, values_at
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import ConfigError, shown
@@ -85,7 +85,13 @@ def manifests_of(name: str, config: RunConfig, files: Sequence[str], words: Sequ
     config: what `files` and `words` mean on this machine. files: TOML files, which become part of the manifests, and
     names of examples. words: what follows them on the command line.
     """
-    if problems := [*_problems(name, config, files, pods)]:
+    problems = [*_pod_problems(pods, config.parallel, config.launch), *_path_problems(config, files)]
+    if not NAME.fullmatch(name) or name == config.name:
+        problems.append(
+            f"--name {shown(repr(name))}: Kubernetes takes up to 40 small letters, digits and hyphens, of which the "
+            "first is a letter; and the name must not be that of the configuration"
+        )
+    if problems:
         raise ConfigError(problems)
     texts = {Path(file).name: Path(file).read_text(encoding="utf-8") for file in files if Path(file).is_file()}
     layers = [f"{FILES}/{Path(file).name}" if Path(file).name in texts else file for file in files]
@@ -104,32 +110,32 @@ def manifests_of(name: str, config: RunConfig, files: Sequence[str], words: Sequ
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000)
 
 
-def _problems(name: str, config: RunConfig, files: Sequence[str], pods: Pods) -> Iterator[str]:
-    if not NAME.fullmatch(name) or name == config.name:
-        yield (
-            f"--name {shown(repr(name))}: Kubernetes takes up to 40 small letters, digits and hyphens, of which the "
-            "first is a letter; and the name must not be that of the configuration"
-        )
-    ranks = num_ranks(config.parallel, config.launch)
-    if config.parallel.sizes == "auto" and not config.launch.num_ranks:
+def _pod_problems(pods: Pods, parallel: ParallelConfig, launch: LaunchConfig) -> Iterator[str]:
+    """Yield why ranks and pods do not fit together."""
+    ranks = num_ranks(parallel, launch)
+    if parallel.sizes == "auto" and not launch.num_ranks:
         yield 'parallel = "auto" needs launch.num_ranks here: the pods are made before the flow can count GPUs'
     if pods.nodes > 1 and pods.kind != "mpijob":
         yield f"--nodes {pods.nodes} needs --kind mpijob: a {pods.kind} is one pod, with a rank for each of its GPUs"
     if pods.nodes > ranks:
         yield f"--nodes {pods.nodes}: the run has {ranks} rank{'s' * (ranks > 1)}, and each pod needs one"
-    if config.launch.hostfile or config.launch.launcher not in ("auto", "mpirun"):
+    if launch.hostfile or launch.launcher not in ("auto", "mpirun"):
         yield "launch.hostfile and launch.launcher are chosen by --kind; leave them out"
+
+
+def _path_problems(settings: Any, files: Sequence[str]) -> Iterator[str]:
+    """Yield the settings that name what pods do not have."""
     names = [Path(file).name for file in files if Path(file).is_file()]
     if len(set(names)) < len(names):
         yield f"the TOML files {', '.join(names)} have equal names, and pods find them in one folder; rename one"
     made_there = onward_home() / "models" if len(names) < len(files) else None
     for key in PATHS:
-        for path in values_at(config, key.split(".")):
-            if not _is_in_pods(path, made_there):
-                yield (
-                    f"{key} is {path}, which pods do not have; put it on the volume of --claim, which they mount at "
-                    f"{HOME}, and write {HOME}/..., or give a URL such as s3://"
-                )
+        missing = [path for path in values_at(settings, key.split(".")) if not _is_in_pods(path, made_there)]
+        for path in missing:
+            yield (
+                f"{key} is {path}, which pods do not have; put it on the volume of --claim, which they mount at "
+                f"{HOME}, and write {HOME}/..., or give a URL such as s3://"
+            )
 
 
 def _is_in_pods(path: Any, made_there: Path | None) -> bool:

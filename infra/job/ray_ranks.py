@@ -51,6 +51,8 @@ END_S = 1.0
 """Time between SIGTERM, at which ranks write their stacks, and SIGKILL."""
 CONNECT_S = 5.0
 """Longest time in which a cluster must accept a connection."""
+LOST_S = 60.0
+"""Longest time in which Ray notices that a node is gone; it asks each one every few seconds."""
 SAY_S = 10.0
 """Seconds between two lines about the wait for the cluster."""
 STOPPED = 75
@@ -259,7 +261,7 @@ class RunningRank:
     def answer(self) -> str:
         """Print its new output; return how it ended if it has just done so, else ""."""
         try:
-            look: Look = ray.get(self.looking) or Look(b"", None)
+            look = self._look()
         except ray.exceptions.RayTaskError as error:
             self.status = 1
             return (
@@ -278,6 +280,19 @@ class RunningRank:
             return ""
         how = f"exited with status {look.status}" if look.status >= 0 else f"was ended by signal {-look.status}"
         return f"ray: rank {self.rank} on {self.place.host} {how}"
+
+    def _look(self) -> Look:
+        """Return the newest look. Raises RayError when the actor has ended, and Ray knows whether its node has, too."""
+        deadline = time.monotonic() + LOST_S
+        while True:
+            try:
+                return ray.get(self.looking) or Look(b"", None)
+            except ray.exceptions.ActorUnavailableError:
+                # its connection is closed: first of all that a lost node causes, and Ray finds out about that
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_S)
+                self.looking = self.actor.look.remote()
 
     def _without_actor(self, error: Exception) -> str:
         said = " ".join(str(error).split())
@@ -300,17 +315,16 @@ def start_ranks(group: PlacementGroup, words: Sequence[str]) -> list[RunningRank
     order = sorted(range(len(actors)), key=lambda index: places[index].node)
     addresses = {place.address for place in places}
     first = places[order[0]]
-    shared = {name: value for name, value in os.environ.items() if name.startswith(CARRIED)} | {
-        "WORLD_SIZE": str(len(actors)),
-        # nobody outside needs to reach the store of ranks that share a host
-        "MASTER_ADDR": first.address if len(addresses) > 1 else "127.0.0.1",
-        "MASTER_PORT": str(first.port),
-    }
+    carried = {name: value for name, value in os.environ.items() if name.startswith(CARRIED)}
+    # nobody outside needs to reach the store of ranks that share a host
+    address = first.address if len(addresses) > 1 else "127.0.0.1"
+    meeting = {"WORLD_SIZE": str(len(actors)), "MASTER_ADDR": address, "MASTER_PORT": str(first.port)}
     ranks: list[RunningRank] = []
     for rank, index in enumerate(order):
         place = places[index]
         own = {"RANK": str(rank), "LOCAL_RANK": str(sum(other.place.node == place.node for other in ranks))}
-        starting = actors[index].start.remote(child_program.__file__, words, str(Path.cwd()), FOREIGN, shared | own)
+        variables = carried | meeting | own
+        starting = actors[index].start.remote(child_program.__file__, words, str(Path.cwd()), FOREIGN, variables)
         ranks.append(RunningRank(rank, actors[index], place, starting))
     return ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -55,6 +56,10 @@ class RayNodes:
 
     def add(self) -> None:
         """Start a node and wait until the cluster has it."""
+        # `ray start` ends when a busy machine takes more than 30 s for it
+        until(self._added, limit_s=300)
+
+    def _added(self) -> bool:
         where = [f"--address={self.address}"]
         if not self.nodes:
             where = ["--head", f"--port={self.port}", f"--temp-dir={self.folder}", "--include-dashboard=false"]
@@ -70,12 +75,16 @@ class RayNodes:
             )
         self.nodes.append(node)
         until(lambda: node.poll() is not None or "Ray runtime started" in path.read_text(), limit_s=180)
-        assert node.poll() is None, path.read_text()[-3000:]
+        if node.poll() is None:
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGKILL)
+        self.nodes.pop()
+        print(path.read_text()[-1000:])
+        return False
 
     def status(self) -> tuple[int, float, list[str]]:
         """Living nodes, free CPUs, and the states of placement groups that were not removed."""
-        import json
-
         words = [sys.executable, "-c", STATUS.format(address=self.address)]
         told = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=120, check=True)
         nodes, free, groups = json.loads(told.stdout)

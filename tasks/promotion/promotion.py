@@ -162,11 +162,8 @@ def judge(
     if comparison is None:
         return True, f"export.promote_if is 'always': it takes the place of {before}"
     by_hand = "`onward promote` moves the alias by hand"
-    if comparison.differences and asked.signature == "same":
-        return False, (
-            f"its signature differs from that of {before}: {'; '.join(comparison.differences)}. Allow that by "
-            f"export.promote_if.signature = 'any', or {by_hand}"
-        )
+    if comparison.differences:
+        return False, f"its signature differs from that of {before}: {'; '.join(comparison.differences)}; {by_hand}"
     if comparison.refused:
         return False, f"{before} cannot be evaluated on these rows ({comparison.refused}); {by_hand}"
     name = comparison.metric

@@ -79,7 +79,7 @@ PATHS: dict[str, Images] = {
     "a folder of pixels": Images(
         {
             "crop_padding": 3,
-            "vertical_flip": 0.5,
+            "flip": (0.0, 0.5),
             "rand_augment": 9,
             "color_jitter": 0.2,
             "erasing": 0.5,
@@ -93,7 +93,7 @@ PATHS: dict[str, Images] = {
     "a table of bytes": Images({"crop_padding": 2, "mixup": 0.2}, 18, table),
     "a table of structs": Images({"random_resized_crop": 0.4}, 38, lambda folder: table(folder, structs=True)),
     "masks": Images(
-        {"crop_padding": 3, "flip": 0.5, "vertical_flip": 0.5, "color_jitter": 0.3, "erasing": 0.3},
+        {"crop_padding": 3, "flip": (0.5, 0.5), "color_jitter": 0.3, "erasing": 0.3},
         9,
         lambda folder: write_pairs(folder, 36),
         segmenter,

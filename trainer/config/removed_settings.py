@@ -154,6 +154,11 @@ REMOVED: Mapping[str, Removed] = {
         (True,),
         lambda _, image, __: image.update(interpolation=f"{image['interpolation']}_aliased"),
     ),
+    "data.image.augment.vertical_flip": Removed(
+        "give data.image.augment.flip two numbers: [from left to right, from top to bottom]",
+        (0.0,),
+        lambda value, augment, _: augment.update(flip=[augment["flip"], value]),
+    ),
     "data.image_channels": Removed(
         "set data.image_size = [channels, side]",
         (3,),
@@ -179,6 +184,12 @@ REMOVED: Mapping[str, Removed] = {
         _text_files,
     ),
     "export.parity_batches": Removed("4 evaluation batches are compared", (4,), _without_effect),
+    "export.promote_if.signature": Removed(
+        "a file whose inputs or outputs differ from those of the served one stays a candidate, and `onward promote` "
+        "moves the alias by hand",
+        ("same",),
+        _without_effect,
+    ),
     "graph.compile_mode": Removed(_COMPILE, ("auto",), _compiled),
     "graph.compile_regions": Removed(_COMPILE, ("auto", "whole"), _compiled),
     "graph.shapes": Removed(_COMPILE, ("auto", "static"), _compiled),

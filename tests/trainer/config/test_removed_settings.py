@@ -118,6 +118,12 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"data.image.antialias": False},
         {"data": {"image": {"interpolation": "bicubic_aliased"}}},
     ),
+    (
+        {"data": {"image": {"augment": {"flip": 0.5}}}},
+        {"data.image.augment.vertical_flip": 0.25},
+        {"data": {"image": {"augment": {"flip": (0.5, 0.25)}}}},
+    ),
+    ({}, {"export.promote_if.signature": "any"}, {}),
     ({}, {"data.image_channels": 1}, {"data": {"image_size": (1, 32)}}),
     (
         {"data": {"table": {"categories": ("s*",)}}},

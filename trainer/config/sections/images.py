@@ -32,10 +32,8 @@ class AugmentConfig(Section):
     crop_padding: LengthOrZero = 0
     """Pixels of black border that are added on each side before a random crop of `size`; 4 is usual for images of
     32 x 32. 0 = none."""
-    flip: Fraction = 0.0
-    """Probability of a flip from left to right; 0.5 is usual."""
-    vertical_flip: Fraction = 0.0
-    """Probability of a flip from top to bottom."""
+    flip: Fraction | tuple[Fraction, Fraction] = 0.0
+    """Probability of a flip from left to right; 0.5 is usual. Two numbers: and of one from top to bottom."""
     rand_augment: Annotated[int, Field(ge=0, le=30)] = 0
     """Magnitude of RandAugment, two operations an image; 9 is usual. 0 = none."""
     color_jitter: Decay = 0.0
@@ -48,6 +46,11 @@ class AugmentConfig(Section):
     `cutmix` too, one of the two is drawn."""
     cutmix: NonNegativeFloat = 0.0
     """Alpha of CutMix: a random rectangle is taken from another sample; 1.0 is usual. 0 = none."""
+
+    @property
+    def flips(self) -> tuple[float, float]:
+        """The probabilities of a flip from left to right, and of one from top to bottom."""
+        return self.flip if isinstance(self.flip, tuple) else (self.flip, 0.0)
 
     @property
     def mixes(self) -> bool:

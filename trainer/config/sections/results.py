@@ -130,8 +130,9 @@ class PromoteConfig(Section):
     """When the alias moves from the served version to the new one. Else the new version stays a candidate."""
 
     when: Literal["better", "always", "never"] = "better"
-    """`better`: both files are evaluated on the same rows, and the new one must be better; the first version of a name
-    must be above `floor`. `promote_if = "always"` is short for this setting alone."""
+    """`better`: both files are evaluated on the same rows, and the new one must be better, with inputs and outputs like
+    those of the served one; the first version of a name must be above `floor`. `promote_if = "always"` is short for this
+    setting alone."""
     floor: Literal["baseline", "none"] = "baseline"
     """What the first version of a name must beat by the metric that decides: what can be predicted without a model, the
     most frequent class, the mean of the labels, or the last value of a series; `none` = it is served at once."""
@@ -143,9 +144,6 @@ class PromoteConfig(Section):
     confidence: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """0.95 = the 95 % interval of the difference must lie above `margin`, by a paired bootstrap over the rows; 0 = the
     difference itself decides. For the loss and metrics that are sums over targets: accuracy, top_5, mae, ..."""
-    signature: Literal["same", "any"] = "same"
-    """`same`: a file whose inputs or outputs differ from those of the served one stays a candidate. `any`: it may
-    take its place."""
     approval_hours: SecondsOrZero = 0.0
     """Ask in Prefect before the alias moves, and wait so long for an answer; 0 = do not ask."""
 

@@ -75,10 +75,11 @@ class Augmentation:
         self.before = _resized_crop(config, size)
         if augment.crop_padding:
             self.before.append(v2.RandomCrop(size, augment.crop_padding, fill=borders))
-        if augment.flip:
-            self.before.append(v2.RandomHorizontalFlip(augment.flip))
-        if augment.vertical_flip:
-            self.before.append(v2.RandomVerticalFlip(augment.vertical_flip))
+        from_left, from_top = augment.flips
+        if from_left:
+            self.before.append(v2.RandomHorizontalFlip(from_left))
+        if from_top:
+            self.before.append(v2.RandomVerticalFlip(from_top))
         if augment.rand_augment:
             self.before.append(v2.RandAugment(magnitude=augment.rand_augment))
         if augment.color_jitter:

@@ -17,7 +17,7 @@ from tests.support.images import picture
 ALL: dict[str, dict[str, Any]] = {
     "random_resized_crop": {"random_resized_crop": 0.08},
     "crop_padding": {"crop_padding": 4},
-    "flips": {"flip": 0.5, "vertical_flip": 0.5},
+    "flips": {"flip": (0.5, 0.5)},
     "rand_augment": {"rand_augment": 9},
     "color_jitter": {"color_jitter": 0.4},
     "erasing": {"erasing": 0.5},
@@ -62,7 +62,7 @@ def test_each_augmentation_is_torchvisions_in_threads_and_leaves_the_global_gene
 
 
 def test_masks_follow_their_images_and_the_borders_of_crops_are_ignored() -> None:
-    config = ImageConfig(augment=AugmentConfig(crop_padding=6, flip=0.5, vertical_flip=0.5, color_jitter=0.3))
+    config = ImageConfig(augment=AugmentConfig(crop_padding=6, flip=(0.5, 0.5), color_jitter=0.3))
     augmentation = Augmentation(config, (24, 24), ignore_index=-7)
     mask = np.arange(24 * 24, dtype=np.int16).reshape(24, 24)
     # red holds the upper and green the lower byte of the mask's value

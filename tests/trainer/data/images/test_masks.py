@@ -27,7 +27,7 @@ from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from tests.support.images import encoded, picture
 
-AUGMENT = {"crop_padding": 3, "flip": 0.5, "vertical_flip": 0.5, "color_jitter": 0.3, "erasing": 0.3}
+AUGMENT = {"crop_padding": 3, "flip": (0.5, 0.5), "color_jitter": 0.3, "erasing": 0.3}
 
 
 def segmenter(size: int = 16, classes: int = 3) -> onnx.ModelProto:

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 ONWARD = (sys.executable, "-m", "onward.flows.cli")
 SETTINGS = (
-    *("launch.rehearsal='off'", "launch.heartbeat_timeout_s=60"),
+    *("launch.rehearsal='off'", "launch.heartbeat_timeout_s=60", "launch.start_timeout_s=900"),
     *("monitor.report_to=[]", "train.log_period=5", "train.evaluation_period=0", "checkpoint.period=250"),
 )
 SERVER = "http://h0:4200/api"

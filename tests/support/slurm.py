@@ -1,8 +1,7 @@
 """A real Slurm on the hosts of machines.py: slurmctld on h0, slurmd on each, munge for all.
 
-Its two partitions share the hosts: jobs of `urgent` take the hosts of those in `main`, which are requeued. `ends` is
-the partition of hosts that no other job takes. There is no accounting, so what squeue knows of a job is forgotten
-after MinJobAge.
+Its two partitions share the hosts: jobs of `urgent` take the hosts of those in `main`, which are requeued. There is no
+accounting: what squeue knows of a job is forgotten after MinJobAge.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ReturnToService=2
 KillWait={kill_wait_s}
-SlurmdTimeout=10
-SlurmctldTimeout=10
+SlurmdTimeout=30
+SlurmctldTimeout=30
 InactiveLimit=0
 MinJobAge=300
 JobRequeue=1

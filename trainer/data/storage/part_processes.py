@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 MOST_DEATHS = 3
 """A step in which so many processes end is not begun again."""
 LEAST_CORES = 3
-"""The threads of one process, which reads ahead, parses and waits for the disk, use two (tests/bench/sharding_cores.py)."""
+"""The threads of one process read ahead, parse and wait for the disk, and use two (tests/bench/sharding_cores.py)."""
 PROCESS_BYTES = 1 << 29
 """Memory that a process takes, about."""
 READY = b"ready\n"

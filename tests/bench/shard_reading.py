@@ -36,7 +36,7 @@ from tests.support.shards import make_shards
 
 CASES = ("once", "fits", "blocks", "pages", "before")
 STEP = 4096
-PART_S = 20.0
+PART_S = 8.0
 """Longest time of a case that is slow."""
 GROUP = Path("/sys/fs/cgroup/memory/onward-shard-reading")
 

@@ -2,7 +2,7 @@
 
 shards that fit in memory     all files from their beginnings to their ends, once, beside the first steps
 train.shuffle = "blocks"      the blocks of the next window, while one is trained on
-other orders                  the pages of a micro-batch's rows at once, and nothing around them (`Shards.read`)
+other orders                  nothing ahead; of each row its pages alone, and nothing around them
 
 Which of them it is depends on the memory of this host; the samples do not.
 """

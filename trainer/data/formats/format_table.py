@@ -72,6 +72,8 @@ class DataFormat:
     """Settings of [data] that decide the rows of this format only."""
     count_rows: Callable[[Path], int] = lambda path: 0
     """Returns about the number of rows of a file; 0 where only reading all of it would tell."""
+    check: Callable[[Sequence[Path]], None] | None = None
+    """Raises DataError for files that would end the process that reads them; it is called before any is read."""
     divide: Callable[[Path, DataConfig, int], Iterator[FilePart]] | None = None
     """Yields the parts of a file, of about so many bytes each; without it a file is read as a whole."""
     columns: Callable[[DataConfig], Schema] | None = None
@@ -105,15 +107,14 @@ def _csv(files: Files, request: Request) -> Iterator[tuple[str, Block]]:
 
 
 def _parquet(files: Files, request: Request) -> Iterator[tuple[str, Block]]:
-    # of a file that was divided, the footer was looked at before
+    # `check` has looked at files that are read in parts
     if request.part is None:
         check_footers([path for _, path in files])
     yield from _each_part(parquet_blocks)(files, request)
 
 
 def _parquet_parts(path: Path, data: DataConfig, part_bytes: int) -> Iterator[FilePart]:
-    check_footers([path])
-    yield from parquet_parts(path, part_bytes)
+    return parquet_parts(path, part_bytes)
 
 
 def _text(files: Files, request: Request) -> Iterator[tuple[str, Block]]:
@@ -153,7 +154,12 @@ FORMATS: Mapping[str, DataFormat] = {
         divide=csv_parts,
     ),
     "parquet": DataFormat(
-        _parquet, (".parquet", ".pq"), rows_vary=True, count_rows=parquet_rows, divide=_parquet_parts
+        _parquet,
+        (".parquet", ".pq"),
+        rows_vary=True,
+        count_rows=parquet_rows,
+        check=check_footers,
+        divide=_parquet_parts,
     ),
     "jsonl": DataFormat(
         _each_part(json_blocks),

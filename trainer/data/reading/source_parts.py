@@ -49,6 +49,10 @@ def divide(
 
     A file is read to its end before its last part is yielded. Raises DataError for files that cannot be divided.
     """
+    for source in sources:
+        if check := source.data_format.check:
+            # all files of a source, as who reads all of it: what was looked at is not looked at again
+            check([path for _, path in source.files])
     number = 0
     for at, (rows, source) in enumerate(zip(ranges, sources, strict=True)):
         counts_classes = data.split == "stratified" and rows.is_trained

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 MOST_DEATHS = 3
 """A step in which so many processes end is not begun again."""
+LEAST_CORES = 3
+"""The threads of one process read ahead, parse and wait for the disk, and use two (tests/bench/sharding_cores.py)."""
 PROCESS_BYTES = 1 << 29
 """Memory that a process takes, about."""
 READY = b"ready\n"
@@ -63,7 +65,10 @@ class PartProcesses:
         return self._num() > 1 and not any(isinstance(each, ImageComputer) for each in recipe.computers)
 
     def _num(self) -> int:
-        return self.num or min(usable_cores(), psutil.virtual_memory().available // PROCESS_BYTES)
+        if self.num:
+            return self.num
+        num = min(usable_cores(), psutil.virtual_memory().available // PROCESS_BYTES)
+        return num if num >= LEAST_CORES else 1
 
     @contextmanager
     def opened(self, maker: PartMaker) -> Iterator[RunSteps]:

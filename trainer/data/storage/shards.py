@@ -203,9 +203,6 @@ class Shards:
         rows = rows if self._chosen is None else self._chosen[rows]
         # `side="right"`: a row that starts a file belongs to it, also behind files without rows
         files = np.searchsorted(self._starts, rows, side="right") - 1
-        if not self._reads_around:
-            # all at once, so that the disk reads them side by side
-            self.read_ahead_of(rows, 1)
         parts = {
             int(file): self._reader(int(file)).read(rows[files == file] - self._starts[file])
             for file in np.unique(files)
@@ -225,7 +222,7 @@ class Shards:
         return total if self._chosen is None else total[self._chosen]
 
     def read_nothing_around(self) -> None:
-        """From now on read the pages of the rows that are asked for at once, and none around them."""
+        """From now on read only the pages of the rows that are asked for, and none around them."""
         self._reads_around = False
 
     def read_ahead(self) -> None:

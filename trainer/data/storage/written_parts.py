@@ -46,8 +46,9 @@ from onward.trainer.run.records import Record, read_record, write_record
 
 PART_BYTES = 32 << 20
 """A part of the sources has about this many bytes, or more."""
-LEAST_BYTES = 512 << 20
-"""Smaller sources are written by one process: another one takes two seconds of processor time until it begins."""
+LEAST_BYTES = 2 << 30
+"""Smaller sources are written by one process, whose threads read ahead: another process takes three seconds of
+processor time until it helps, and rows are written twice, in parts and in shards."""
 JOINED_BYTES = 64 << 20
 """Files of about this size are joined in one step, or of more."""
 ALL_ROWS = 1 << 62

@@ -1,11 +1,9 @@
-"""Deployments in a pool of somebody's own: refusals, queues, signed limits, and a worker with an empty home."""
+"""Deployments in a pool of somebody's own: refusals, queues, and signed limits, which an empty home can verify."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from onward.flows.deploying.work_pool import closed_template
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
-from tests.support.workshop import Workshop, api, signed_in, until
 
 pytestmark = [pytest.mark.usefixtures("only_servers"), pytest.mark.timeout(2400)]
 
@@ -122,47 +119,3 @@ def test_signed_limits_are_those_of_an_empty_home_and_nobody_without_the_key_cha
     forget(first)
     with pytest.raises(ConfigError, match="does not exist"):
         check_limits(first, dict(config))
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-@pytest.mark.skipif(os.geteuid() != 0, reason="making a mount namespace needs root")
-def test_a_worker_in_another_mount_namespace_with_an_empty_home_runs_a_deployment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workshop = Workshop.made(tmp_path)
-    environment = {**workshop.environment, KEY: SECRET}
-    try:
-        server = signed_in(workshop.onward("up")["prefect"], workshop.home)
-        api(
-            server,
-            "/work_pools/",
-            {"name": "team", "type": "process", "base_job_template": closed_template()},
-        )
-        words = ["deploy", str(tmp_path / "config.toml"), "train.num_steps=20", "--name", "far", "--pool", "team"]
-        command = [sys.executable, "-m", "onward.flows.cli", *words, "--json"]
-        made = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-        # the worker has nothing of the home of this machine: an empty one is mounted over it
-        login = (workshop.home / "login").read_text().strip()
-        settings = {"PREFECT_API_URL": f"{server}/api" if not server.endswith("/api") else server}
-        settings |= {"PREFECT_API_AUTH_STRING": login, "PREFECT_HOME": str(tmp_path / "prefect-of-worker")}
-        mount = f"mount -t tmpfs none {workshop.home} && exec {sys.executable} -m prefect worker start --pool team"
-        worker = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-c", mount], env=environment | settings, start_new_session=True
-        )
-        try:
-            path = f"/deployments/{made['deployment_id']}/create_flow_run"
-            begun = api(server, path, {"state": {"type": "SCHEDULED"}})["id"]
-
-            def state() -> str:
-                return str(api(server, f"/flow_runs/{begun}")["state"]["type"])
-
-            until(lambda: state() in ("COMPLETED", "FAILED", "CRASHED"), limit_s=900)
-            assert state() == "COMPLETED", api(server, f"/flow_runs/{begun}")["state"]
-            assert not (workshop.home / "runs" / begun).exists(), "it is in the home of the worker"
-        finally:
-            worker.terminate()
-            worker.wait(60)
-    finally:
-        workshop.onward("down")
-        workshop.close()

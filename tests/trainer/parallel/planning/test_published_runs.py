@@ -7,8 +7,8 @@
                 recomputed; the time of a step follows from its equation 3
 
 Tolerance: 35 %. The estimate has one rate for all matrix products, and knows neither what kernels fuse nor how a
-model's widths fill a GPU. It was off by 0, 3, -19, -26 and -21 % of the first five: it is no prediction, and layouts
-that are within a third of each other are not told apart.
+model's widths fill a GPU. It was off by 0, 3, -19, -26, -21 and -13 %: it is no prediction, and layouts that are within
+a third of each other are not told apart.
 """
 
 from __future__ import annotations

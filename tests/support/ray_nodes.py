@@ -57,7 +57,7 @@ class RayNodes:
     def add(self) -> None:
         """Start a node and wait until the cluster has it."""
         # `ray start` ends when a busy machine takes more than 30 s for it
-        until(self._added, limit_s=300)
+        until(self._added, limit_s=800)
 
     def _added(self) -> bool:
         where = [f"--address={self.address}"]
@@ -74,7 +74,7 @@ class RayNodes:
                 start_new_session=True,
             )
         self.nodes.append(node)
-        until(lambda: node.poll() is not None or "Ray runtime started" in path.read_text(), limit_s=180)
+        until(lambda: node.poll() is not None or "Ray runtime started" in path.read_text(), limit_s=400)
         if node.poll() is None:
             return True
         with contextlib.suppress(ProcessLookupError):

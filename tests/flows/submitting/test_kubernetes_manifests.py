@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import pwd
+import re
+import shlex
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +24,10 @@ import yaml
 from onward.flows.submitting.kubernetes_manifests import Kind, Pods, manifests_of
 from onward.trainer.config.loading import load_config
 from onward.trainer.errors import ConfigError
+from tests.support.ranks import ROOT
+from tests.support.workshop import until
 
+DOCKERFILE = ROOT / "Dockerfile"
 HAS_SCHEMAS = bool(importlib.util.find_spec("kubernetes_validate") and importlib.util.find_spec("kubeflow_trainer_api"))
 TOML = """[model]
 path = "/onward/model.onnx"
@@ -193,3 +203,35 @@ def test_the_command_prints_manifests_of_the_configuration_as_it_is_written(tmp_
     files, *others = yaml.safe_load_all(printed.stdout)
     assert files["data"] == {"run.toml": TOML}
     assert [document["kind"] for document in others] == ["TrainingRuntime", "TrainJob"]
+
+
+def test_sshd_of_the_image_serves_a_user_without_any_capability(tmp_path: Path) -> None:
+    """As in the pods of an MPIJob: the keys are of root, and readable."""
+    if os.geteuid() or not shutil.which("setpriv") or not Path("/usr/sbin/sshd").exists():
+        pytest.skip("needs root, setpriv and sshd")
+    account = next((each for each in pwd.getpwall() if each.pw_uid >= 1000 and each.pw_shell.endswith("sh")), None)
+    if account is None:
+        pytest.skip("there is no account of a person")
+    (lines,) = re.findall(r"printf '%s\\n' ((?:'[^']*'[\s\\]+)+)> /etc/ssh/sshd_config.onward", DOCKERFILE.read_text())
+    with tempfile.TemporaryDirectory() as made, socket.create_server(("127.0.0.1", 0)) as taken:
+        folder, port = Path(made), str(taken.getsockname()[1])
+        taken.close()
+        subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", str(folder / "id_rsa")], check=True)
+        shutil.copy(folder / "id_rsa.pub", folder / "authorized_keys")
+        settings = "\n".join(shlex.split(lines.replace("\\\n", " "))).replace("/home/onward/.ssh", made)
+        (folder / "sshd_config").write_text(settings.replace("Port 2222", f"Port {port}\nListenAddress 127.0.0.1"))
+        for path in (folder, *folder.iterdir()):
+            path.chmod(0o755 if path == folder else 0o644)
+        user = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]
+        user += ["--no-new-privs", "--inh-caps=-all", "--bounding-set=-all"]
+        server = subprocess.Popen([*user, "/usr/sbin/sshd", "-D", "-e", "-f", str(folder / "sshd_config")])
+        try:
+            options = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "BatchMode=yes"]
+            words = ["ssh", "-F", "/dev/null", "-i", str(folder / "id_rsa"), "-p", port, *options]
+            words += [f"{account.pw_name}@127.0.0.1", "id -u"]
+            until(lambda: subprocess.run([*user, *words], stdout=subprocess.DEVNULL).returncode == 0, limit_s=30)
+            said = subprocess.run([*user, *words], capture_output=True, text=True, check=True)
+            assert said.stdout == f"{account.pw_uid}\n"
+        finally:
+            server.kill()
+            server.wait(20)

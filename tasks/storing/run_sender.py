@@ -30,9 +30,9 @@ from onward.tasks.shown.mlflow_outages import Outage
 from onward.tasks.shown.task_logger import Log
 from onward.tasks.storing.named_inputs import data_of_this_machine, named_inputs
 from onward.trainer.checkpoint.manifest import parse_manifest
-from onward.trainer.checkpoint.retention import announced
+from onward.trainer.checkpoint.retention import announced, prunable
 from onward.trainer.errors import CheckpointError, ConfigError, Fenced, RecordError, RuntimeUnavailable
-from onward.trainer.run.directory import RunDir
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.machine.priority import lower_priority
 from onward.trainer.run.records import CheckpointInfo, RunIdentity, read_record, record_if_written, write_record
@@ -101,7 +101,8 @@ class RunSender:
         self.held: frozenset[Path] = frozenset()
         """The checkpoint that is being sent: it must stay on the disk."""
         self._log = log
-        self._kept: tuple[CheckpointInfo, ...] = ()
+        self._kept: tuple[CheckpointInfo, ...] | None = None
+        """None before the first offer: then nothing leaves the store."""
         self._changed = threading.Event()
         self._closing = threading.Event()
         self._done = threading.Event()
@@ -122,7 +123,7 @@ class RunSender:
         threading.Thread(target=self._send, name="store", daemon=True).start()
 
     def offer(self, kept: Iterable[CheckpointInfo]) -> None:
-        """Let these verified checkpoints, and no others, be in the store."""
+        """Let these verified checkpoints be in the store, in place of those that a run does not keep."""
         if self._kept != (kept := tuple(kept)):
             self._kept = kept
             self._changed.set()
@@ -170,14 +171,15 @@ class RunSender:
             return False
         with self._outage.noticed():
             # after each the list may be another one; the newest first, because a resume goes on from it
-            while info := next((each for each in reversed(self._kept) if self._transfer.lacks(each)), None):
+            while info := next((each for each in reversed(self._kept or ()) if self._transfer.lacks(each)), None):
                 self.held = frozenset({info.path})
                 # a run that is resumed from it does not repeat the events before it
                 self._transfer.send_records()
                 self._transfer.send_checkpoint(info)
                 self.held = frozenset()
             self._transfer.send_records()
-            self._transfer.keep(self._kept, ended=is_last and self._ends)
+            if (kept := self._kept) is not None:
+                self._transfer.keep(kept, ended=is_last and self._ends)
         return is_last and self._outage.error is None
 
 
@@ -190,6 +192,7 @@ class _Transfer:
         self._log = log
         self._stored = StoredRun(sending.url)
         self._files = self._stored.files
+        self._keep_newest = read_config(run, "given").checkpoint.keep_newest
         self._state: StoredState | None = None
         self._seen: dict[Path, tuple[tuple[int, ...], StoredFile]] = {}
         """Local file -> what tells that it is the same, and what it is in the store."""
@@ -252,13 +255,21 @@ class _Transfer:
         self._log.info("step %d: %s is stored in %s", info.step, info.path.name, self._files.shown)
 
     def keep(self, kept: Collection[CheckpointInfo], *, ended: bool) -> None:
-        """Keep these checkpoints in the store, and none that the run has deleted."""
+        """Delete what the settings keep no longer, of what is in the store: kept are the checkpoints of this disk.
+
+        The store decides by its own list, so that nothing leaves it before its successors are there, and nothing that
+        only this disk has lost.
+        """
         state = self._connected()
         best = {info.digest: info.best for info in kept}
-        # a checkpoint that is kept here and not there was passed over
-        checkpoints = tuple(
-            each.model_copy(update={"best": best[each.digest]}) for each in state.checkpoints if each.digest in best
-        )
+        has_best = any(best.values())
+        marked = [
+            # one that is only in the store stays the best one until the run has another
+            each.model_copy(update={"best": best.get(each.digest, each.best and not has_best)})
+            for each in state.checkpoints
+        ]
+        unneeded = {each.key for each in prunable(marked, keep_newest=self._keep_newest) if each.digest not in best}
+        checkpoints = tuple(each for each in marked if each.key not in unneeded)
         self._replace(state.model_copy(update={"checkpoints": checkpoints, "ended": ended}))
 
     def _connected(self) -> StoredState:

@@ -62,6 +62,8 @@ def begin_sending(run: RunDir, store: str, log: Log) -> None:
         stored.check_fence(sending)
         stored.begin(sending.number)
     except Fenced as error:
+        if known is None:  # a copy of a finished run, which stays one
+            record_in(run).unlink()
         raise ConfigError(
             f"{error}; `onward resume {sending.url}` with another ONWARD_HOME goes on with what it has sent"
         ) from error

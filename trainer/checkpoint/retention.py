@@ -89,7 +89,7 @@ def describe_exported(
 
 
 def prunable(checkpoints: Iterable[C], *, keep_newest: int) -> list[C]:
-    """Return the verified checkpoints, or those in a store, that are neither the best nor among the newest `keep_newest` (at least 1)."""
+    """Return the checkpoints that are neither the best nor among the newest `keep_newest` (at least 1)."""
     newest_first = sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
     return [checkpoint for checkpoint in newest_first[max(1, keep_newest) :] if not checkpoint.best]
 

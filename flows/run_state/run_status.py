@@ -255,7 +255,8 @@ def outcome_of(
     trained = read_record(run.train, TrainResult)
     # of text without a tokenizer the targets are its bytes
     reads_bytes = [loss.is_plain for loss in losses] == [True] and not data.text
-    text = held_out_text(run) if reads_bytes else b""
+    # a copy of a finished run has no shards
+    text = held_out_text(run) if reads_bytes and run.shards.exists() else b""
     bits = bits_per_byte(exported.after["evaluation/loss"], text) if text else {}
     promotion = f"{exported.promotion.status}: {exported.promotion.reason}" if exported.promotion else ""
     metrics = record_if_written(run.metrics, MetricsSummary)

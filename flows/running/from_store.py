@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -126,6 +126,7 @@ def fetch_run(text: str, changes: Callable[[RunDir], Sequence[Override]] = lambd
         shutil.rmtree(partial.root, ignore_errors=True)  # what a killed process has left
         partial.root.mkdir()
         try:
+            _refuse_full_disk(stored, state, partial)
             if not is_finished:
                 state = _take_over(stored, partial, number + 1)
             _fetch(stored, state, partial)
@@ -242,7 +243,6 @@ def _fetch(stored: StoredRun, state: StoredState, partial: RunDir) -> None:
     files = {partial.root / _checked(name): state.files[name] for name in state.files.keys() - set(segments)}
     for number, each in enumerate(state.inputs):
         files |= {_folder(partial, number) / _checked(name): file for name, file in each.files.items()}
-    _refuse_full_disk(stored, state, files.values(), partial)
     for path, file in files.items():
         _fetch_file(stored, file, path)
     with partial.events.open("wb") as log:
@@ -261,9 +261,9 @@ def _fetch(stored: StoredRun, state: StoredState, partial: RunDir) -> None:
     _say(f"fetched {state.name} from {stored.files.shown}: {size} in {took_s:.1f} s, checkpoints of steps: {steps}")
 
 
-def _refuse_full_disk(stored: StoredRun, state: StoredState, files: Iterable[StoredFile], run: RunDir) -> None:
+def _refuse_full_disk(stored: StoredRun, state: StoredState, run: RunDir) -> None:
     fetched = {each for each in state.checkpoints if each.best} | {*state.checkpoints[-1:]}
-    needed = sum(file.bytes for file in files) + sum(each.bytes for each in fetched)
+    needed = sum(file.bytes for file in state.known().values()) + sum(each.bytes for each in fetched)
     if needed > (free := shutil.disk_usage(run.root).free):
         raise StorageUnavailable(
             f"{state.name} in {stored.files.shown} has {shown_size(needed)}, but {run.root.parent} has "

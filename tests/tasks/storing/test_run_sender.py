@@ -361,6 +361,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(
     with pytest.raises(StorageUnavailable, match=r"stored-1 in .* has .* kB, but .* has 1 kB free"):
         fetch_run(f"{store}/{RUN_ID}")
     assert [path.name for path in home.glob("runs/*")] == [f".{RUN_ID}.lock"]
+    assert StoredRun(f"{store}/{RUN_ID}").newest_sender() == 1, "nothing was claimed"
 
 
 def test_a_name_that_is_taken_here_is_given_another(

@@ -87,7 +87,8 @@ def run(
     with again, named_run(run_name, may_continue=continue_run) as named:
         found = named.to_resume
         if found is None and continue_run:  # another machine may have begun it
-            found = fetch_named_run(given().load().checkpoint.store, run_name)
+            wanted = given().load()
+            found = fetch_named_run(wanted.checkpoint.store, run_name, wanted)
         if found is None:
             return _begin(given, named)
         limits = limits_to_resume(found, run_name, given().load())
@@ -138,7 +139,7 @@ def resume(
     asked_ms = time.time_ns() // 1_000_000
     changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
     if is_in_store(run):
-        run = fetch_run(run).root.name
+        run = fetch_run(run, lambda _: changes).root.name
     found = checked_run(run, changes, from_start=from_start)
     if outcome := outcome_if_finished(found, changes):
         return outcome

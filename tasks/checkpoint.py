@@ -55,20 +55,20 @@ def checkpoint(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) ->
     retention = CheckpointRetention(run, config, log)
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
     recorder = CheckpointRecorder(tracker, log, RunHistory(run.events, series=()))
-    sender = RunSender(run, log)
     closed = ready = False
-    while not closed:
-        # Read first, so that the last pass sees everything that was saved before the log was closed.
-        closed = run.wait_for_end()
-        retention.update(sender.held)
-        sender.offer(retention.kept)
-        recorder.send(retention.kept)
-        if retention.kept and not ready:  # soon the last one is exported and registered
-            import_for_models()
-            ready = True
-        if not closed:
-            run.wait_for_end(tick_s)
-    sender.finish()  # first: what is not there yet is lost with this disk
+    with RunSender(run, log) as sender:
+        while not closed:
+            # Read first, so that the last pass sees everything that was saved before the log was closed.
+            closed = run.wait_for_end()
+            retention.update(sender.held)
+            sender.offer(retention.kept)
+            recorder.send(retention.kept)
+            if retention.kept and not ready:  # soon the last one is exported and registered
+                import_for_models()
+                ready = True
+            if not closed:
+                run.wait_for_end(tick_s)
+        sender.finish()  # first: what is not there yet is lost with this disk
     recorder.finish(retention.kept, patience_s=0 if storage_problem(run.root) else patience_s)
     if not retention.kept:
         return None

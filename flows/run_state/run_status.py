@@ -255,7 +255,8 @@ def outcome_of(
     trained = read_record(run.train, TrainResult)
     # of text without a tokenizer the targets are its bytes
     reads_bytes = [loss.is_plain for loss in losses] == [True] and not data.text
-    text = held_out_text(run) if reads_bytes else b""
+    # a copy of a finished run has no shards
+    text = held_out_text(run) if reads_bytes and run.shards.exists() else b""
     bits = bits_per_byte(exported.after["evaluation/loss"], text) if text else {}
     promotion = f"{exported.promotion.status}: {exported.promotion.reason}" if exported.promotion else ""
     metrics = record_if_written(run.metrics, MetricsSummary)
@@ -325,14 +326,22 @@ def is_finished(run: RunDir, stop: StopConfig, checkpoint: CheckpointConfig) -> 
 
     A flow that could not send all to MLflow has ended, too, and a resume sends the rest.
     """
+    if is_running(run) or not is_trained_to_end(run, stop, checkpoint):
+        return False
+    # a finished run from a store, which this machine does not send, has its history in MLflow where it was trained
+    is_copy = checkpoint.store and not record_in(run).exists()
+    return bool(is_copy) or _is_sent(run)
+
+
+def is_trained_to_end(run: RunDir, stop: StopConfig, checkpoint: CheckpointConfig) -> bool:
+    """Return whether the flow of a run has completed, and no step is left to train within these limits."""
     newest = _newest_result(run)
     ending = ending_of(run)
     has_completed = ending is not None and ending.status == "completed"
-    if state_of(run) != "exported" or not has_completed or newest is None:
+    if ended_state(run) != "exported" or not has_completed or newest is None:
         return False
     # a higher limit than before lets a run go on that had ended by it
-    may_go_on = newest.ended_early and not reason_to_end(newest.stop, stop, checkpoint)
-    return not may_go_on and _is_sent(run)
+    return not newest.ended_early or bool(reason_to_end(newest.stop, stop, checkpoint))
 
 
 def _is_sent(run: RunDir) -> bool:

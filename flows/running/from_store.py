@@ -1,9 +1,11 @@
 """Bring a run from its store to this machine, where it goes on: `onward resume STORE/RUN` with an empty disk.
 
-    1. find the run, and see that nothing sends it any more
+    1. find the run, see that it can go on here with these settings, and that nothing sends it any more
     2. become its sender (trainer/run/remote/stored_run.py): another machine that wants the same is refused
     3. fetch the state, then what it names; compare every digest
     4. RUN_DIR: one rename, when all is there
+
+Of a run that is finished a copy comes, without step 2: the machine that has it may go on with it.
 
 Of the checkpoints the newest that is complete comes, and the best one. Data and shards do not: the data is read where
 the settings say, and must give the shards that the run began with.
@@ -17,28 +19,35 @@ import json
 import shutil
 import socket
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from onward.flows.run_state.run_status import is_trained_to_end
+from onward.flows.running.named_run import limits_to_resume
 from onward.infra.servers.service_state import try_lock
 from onward.tasks.checks.registered_models import store_of
+from onward.tasks.storing.named_inputs import data_of_this_machine
 from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import Announced
 from onward.trainer.checkpoint.verification import verify
+from onward.trainer.config.loading import Override, load_config
+from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import check_url, url_of
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import CheckpointError, ConfigError, DataError, Fenced, StorageUnavailable
 from onward.trainer.quantities import shown_size
+from onward.trainer.run.adjustments import Adjustments
 from onward.trainer.run.allowed_code import SHOWN, AllowedCode
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.durable_files import fsync, sha256, write_durably
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.names import take_name
-from onward.trainer.run.records import RunIdentity, read_record, write_record
+from onward.trainer.run.records import RunIdentity, read_record, record_if_written, write_record
 from onward.trainer.run.remote.local_copies import LocalCopies, LocalCopy
 from onward.trainer.run.remote.object_store import open_place
 from onward.trainer.run.remote.sent_files import EVENTS, start_of
@@ -55,6 +64,8 @@ from onward.trainer.run.remote.stored_run import (
 
 FIRST = "000001.json"
 """What each run in a store has."""
+DECIDING = ("config.json", "origins.json", "attempt", "ending.json", "export/model.json")
+"""What says, with the results of the attempts, whether and how a run can go on."""
 SILENT_S = 3 * ALIVE_PERIOD_S
 """A machine that gives no sign of life for so long is taken for lost."""
 
@@ -65,22 +76,26 @@ def is_in_store(text: str) -> bool:
     return bool(url_of(text)) or is_in_folder
 
 
-def fetch_named_run(store: str, name: str) -> RunDir | None:
+def fetch_named_run(store: str, name: str, now: RunConfig) -> RunDir | None:
     """Bring the run of a name from a store; None without a store, or where no run of it has that name.
 
-    Raises as `fetch_run`.
+    now: the settings with which it is to go on. Raises as `fetch_run`, and ConfigError where the run has others.
     """
     if not store:
         return None
     names = _names_in(store)
-    return fetch_run(f"{store}/{name}") if name in names.values() else None
+    if name not in names.values():
+        return None
+    return fetch_run(f"{store}/{name}", lambda run: limits_to_resume(run, name, now))
 
 
-def fetch_run(text: str) -> RunDir:
+def fetch_run(text: str, changes: Callable[[RunDir], Sequence[Override]] = lambda run: ()) -> RunDir:
     """Bring a run from its store, and return its directory; where this machine sends the run itself, the one it has.
 
-    Raises ConfigError for what is no run in a store, for a run that another machine trains, and for one that this
-    machine has an older copy of; DataError for damaged files; RuntimeUnavailable for a store that does not answer.
+    changes: settings of [stop] with which it is to go on, found from its config.json and origins.json. Raises
+    ConfigError for what is no run in a store, for a run that another machine trains, for one whose data is not here,
+    and for one that this machine has an older copy of; DataError for damaged files; RuntimeUnavailable for a store that
+    does not answer.
     """
     location = _located(text)
     stored = StoredRun(location)
@@ -89,14 +104,17 @@ def fetch_run(text: str) -> RunDir:
         raise ConfigError(f"there is no run at {stored.files.shown}")
     run = RunDir(onward_home() / "runs" / location.rpartition("/")[2])
     if run.root.exists():
-        known = read_record(record_in(run), Sending) if record_in(run).exists() else None
-        if known is not None and known.number == number:
+        known = record_if_written(record_in(run), Sending)
+        if known is not None and known.sender == stored.sender(number):
+            return run
+        if known is None and _is_copy(run, stored.state(number)):
             return run
         raise ConfigError(
             f"{run.root} is an earlier copy of the run, with which {stored.sender(number).host} has gone on: move it "
             "away, and repeat the command"
         )
     state = _sent_before(stored, number)
+    is_finished = _is_finished(stored, state, changes)
     if not state.ended:
         _wait_for_silence(stored, number)
     make_private(onward_home())
@@ -108,7 +126,9 @@ def fetch_run(text: str) -> RunDir:
         shutil.rmtree(partial.root, ignore_errors=True)  # what a killed process has left
         partial.root.mkdir()
         try:
-            state = _take_over(stored, partial, number + 1)
+            _refuse_full_disk(stored, state, partial)
+            if not is_finished:
+                state = _take_over(stored, partial, number + 1)
             _fetch(stored, state, partial)
             _adapt(partial, state, run)
             fsync(partial.root)
@@ -158,6 +178,36 @@ def _sent_before(stored: StoredRun, number: int) -> StoredState:
     return state
 
 
+def _is_finished(stored: StoredRun, state: StoredState, changes: Callable[[RunDir], Sequence[Override]]) -> bool:
+    """Return whether a run has ended with nothing left to train. Raises ConfigError for one that cannot go on here.
+
+    Before this machine claims the run, because no other one could go on with it afterwards.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDir(Path(folder))
+        for name, file in state.files.items():
+            if name in DECIDING or name.endswith("/result.json"):
+                _fetch_file(stored, file, run.root / _checked(name))
+        saved = read_config(run, "given")
+        config = load_config(saved, changes(run))
+        if config.model_copy(update={"stop": saved.stop}) != saved:
+            raise ConfigError(f"{state.name} keeps the settings that it began with, but for [stop]")
+        if state.ended and is_trained_to_end(run, config.stop, config.checkpoint):
+            return True
+        absent = [f"{setting}: there is no {path} here" for setting, path in data_of_this_machine(run, is_here=False)]
+    if absent:
+        raise ConfigError([*absent, f"{state.name} goes on only with the data that it began with"])
+    return False
+
+
+def _is_copy(run: RunDir, state: StoredState | None) -> bool:
+    """Return whether a directory without a record of a sender has what counts of a finished run."""
+    if state is None or not state.ended:
+        return False
+    ending = state.files.get(run.flow_ending.name)
+    return ending is not None and run.flow_ending.exists() and sha256(run.flow_ending) == ending.sha256
+
+
 def _wait_for_silence(stored: StoredRun, number: int) -> None:
     """Return when the machine that has sent the run seems to be lost. Raises ConfigError if it gives a sign of life."""
     host = stored.sender(number).host
@@ -178,6 +228,7 @@ def _take_over(stored: StoredRun, run: RunDir, number: int) -> StoredState:
         stored.claim(run, Sending(url=stored.location, number=number, sender=sender))
     except Fenced as error:
         raise ConfigError(str(error)) from error
+    stored.begin(number)
     # only now: the former machine may have added to it until it saw the claim
     return _sent_before(stored, number)
 
@@ -192,7 +243,6 @@ def _fetch(stored: StoredRun, state: StoredState, partial: RunDir) -> None:
     files = {partial.root / _checked(name): state.files[name] for name in state.files.keys() - set(segments)}
     for number, each in enumerate(state.inputs):
         files |= {_folder(partial, number) / _checked(name): file for name, file in each.files.items()}
-    _refuse_full_disk(stored, state, files.values(), partial)
     for path, file in files.items():
         _fetch_file(stored, file, path)
     with partial.events.open("wb") as log:
@@ -211,9 +261,9 @@ def _fetch(stored: StoredRun, state: StoredState, partial: RunDir) -> None:
     _say(f"fetched {state.name} from {stored.files.shown}: {size} in {took_s:.1f} s, checkpoints of steps: {steps}")
 
 
-def _refuse_full_disk(stored: StoredRun, state: StoredState, files: Iterable[StoredFile], run: RunDir) -> None:
+def _refuse_full_disk(stored: StoredRun, state: StoredState, run: RunDir) -> None:
     fetched = {each for each in state.checkpoints if each.best} | {*state.checkpoints[-1:]}
-    needed = sum(file.bytes for file in files) + sum(each.bytes for each in fetched)
+    needed = sum(file.bytes for file in state.known().values()) + sum(each.bytes for each in fetched)
     if needed > (free := shutil.disk_usage(run.root).free):
         raise StorageUnavailable(
             f"{state.name} in {stored.files.shown} has {shown_size(needed)}, but {run.root.parent} has "
@@ -304,6 +354,9 @@ def _adapt(partial: RunDir, state: StoredState, run: RunDir) -> None:
     if name != identity.name:
         _say(f"another run is called {identity.name} here, so this one is called {name}")
     write_record(partial.identity, identity.model_copy(update=changes | {"name": name}))
+    if partial.adjusted.exists():
+        # of hosts that were left in the other cluster; without it the hosts of `launch.hostfile` are asked
+        write_record(partial.adjusted, read_record(partial.adjusted, Adjustments).with_configured_layout())
     if partial.exported.exists():
         there, now = (json.dumps(f"{root}/")[:-1] for root in (state.directory, run.root))
         text = partial.exported.read_text(encoding="utf-8").replace(there, now)

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Iterator
 
 from onward.flows.running.flow_guard import SIGNALLED
-from onward.tasks.storing.run_sender import send_rest, signs_of_life
+from onward.tasks.storing.run_sender import send_rest
+from onward.tasks.storing.signs_of_life import signs_of_life
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.remote.stored_run import record_in
 

@@ -47,20 +47,28 @@ def named_inputs(run: RunDir) -> Iterator[NamedInput]:
                 yield NamedInput(str(value), location, path.name, _files(path))
 
 
-def data_of_this_machine(run: RunDir) -> list[str]:
-    """Return the settings of [data] that name files of this machine, of which the store gets none."""
+def data_of_this_machine(run: RunDir, *, is_here: bool = True) -> list[tuple[str, str]]:
+    """Return (setting, path or glob) of files that [data] names on one machine, of which the store gets none.
+
+    is_here: of those that are on this machine; else of those that are not.
+    """
     config = read_config(run, "given")
-    here = []
+    named = []
     for key in PATHS:
         if key.startswith("data.") and key != "data.text.tokenizer":
             # names of bundled data are no paths, and URLs are none of this machine
             values = map(str, values_at(config, key.split(".")))
-            here += [f"{key} {value}" for value in values if Path(value).is_absolute()]
-    return here
+            named += [(key, value) for value in values if Path(value).is_absolute()]
+    return [(key, path) for key, path in named if _is_here(path) is is_here]
+
+
+def _is_here(path: str) -> bool:
+    return Path(path).exists() or any(Path("/").glob(path.lstrip("/")))
 
 
 def _files(path: Path) -> dict[str, Path]:
-    files = model_files(path) if path.suffix == ".onnx" else [path]
+    # one that is gone is noticed by whoever reads it
+    files = model_files(path) if path.suffix == ".onnx" and path.exists() else [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
     return {file.relative_to(path.parent).as_posix(): file for file in files}

@@ -19,12 +19,26 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import fsync
 from onward.trainer.run.records import CheckpointInfo, Record, TrainResult, read_record
+
+
+class Ranked(Protocol):
+    """A checkpoint, here or in a store."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def best(self) -> bool: ...
+
+
+C = TypeVar("C", bound=Ranked)
 
 
 class Announced(Record):
@@ -74,8 +88,8 @@ def describe_exported(
     return f"step {step}{value}; the last, step {trained.step}, had {trained.metrics.get(name, math.nan):.4g}"
 
 
-def prunable(checkpoints: Iterable[CheckpointInfo], *, keep_newest: int) -> list[CheckpointInfo]:
-    """Return the verified checkpoints that are neither the best nor among the newest `keep_newest` (at least 1)."""
+def prunable(checkpoints: Iterable[C], *, keep_newest: int) -> list[C]:
+    """Return the checkpoints that are neither the best nor among the newest `keep_newest` (at least 1)."""
     newest_first = sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
     return [checkpoint for checkpoint in newest_first[max(1, keep_newest) :] if not checkpoint.best]
 

@@ -53,6 +53,7 @@ def test_a_run_goes_to_the_store_and_comes_back(store: str, tmp_path: Path, monk
 
 
 def test_a_name_is_created_once(store: str) -> None:
+    assert open_place(store).folders() == [], "of an empty store"
     place = open_place(f"{store}/one")
     threads = [threading.Thread(target=place.create, args=("000001.json", str(n).encode())) for n in range(6)]
     for thread in threads:

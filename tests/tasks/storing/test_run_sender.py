@@ -13,7 +13,7 @@ import pytest
 
 from onward.flows.running import from_store
 from onward.flows.running.from_store import fetch_run, is_in_store
-from onward.tasks.storing import run_sender
+from onward.tasks.storing import run_sender, signs_of_life
 from onward.tasks.storing.run_sender import RunSender, begin_sending, send_rest
 from onward.trainer.checkpoint.retention import announced, list_checkpoints
 from onward.trainer.checkpoint.verification import verify
@@ -355,8 +355,8 @@ def test_a_run_that_lives_is_not_taken(
     save_step(run, 1)
     assert send(run)
     monkeypatch.setattr(from_store, "SILENT_S", 5.0)
-    monkeypatch.setattr(run_sender, "ALIVE_PERIOD_S", 0.2)
-    with run_sender.signs_of_life(run):
+    monkeypatch.setattr(signs_of_life, "ALIVE_PERIOD_S", 0.2)
+    with signs_of_life.signs_of_life(run):
         elsewhere(tmp_path, monkeypatch)
         with pytest.raises(ConfigError, match=r"the run is trained on .*: stop it there"):
             fetch_run(f"{store}/{RUN_ID}")
@@ -373,7 +373,8 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(StorageUnavailable, match=r"stored-1 in .* has .* kB, but .* has 1 kB free"):
         fetch_run(f"{store}/{RUN_ID}")
-    assert not list(home.glob("runs/[!.]*"))
+    assert [path.name for path in home.glob("runs/*")] == [f".{RUN_ID}.lock"]
+    assert StoredRun(f"{store}/{RUN_ID}").newest_sender() == 1, "nothing was claimed"
 
 
 def test_a_name_that_is_taken_here_is_given_another(

@@ -131,8 +131,8 @@ class PromoteConfig(Section):
 
     when: Literal["better", "always", "never"] = "better"
     """`better`: both files are evaluated on the same rows, and the new one must be better, with inputs and outputs like
-    those of the served one; the first version of a name must be above `floor`. `promote_if = "always"` is short for this
-    setting alone."""
+    those of the served one; the first version of a name must be above `floor`. `promote_if = "always"` is short for
+    this setting alone."""
     floor: Literal["baseline", "none"] = "baseline"
     """What the first version of a name must beat by the metric that decides: what can be predicted without a model, the
     most frequent class, the mean of the labels, or the last value of a series; `none` = it is served at once."""

@@ -50,9 +50,10 @@ class Folder:
         return {name: size for name, size in shown.items() if not name.endswith(".partial")}
 
     def folders(self) -> list[str]:
-        """Return the names of the directories in it."""
-        with self._explained():
+        """Return the names of the directories in it; none where it is not there yet."""
+        with self._explained(), contextlib.suppress(FileNotFoundError):
             return sorted(path.name for path in self._root.iterdir() if path.is_dir())
+        return []
 
     def has(self, name: str) -> bool:
         """Return whether there is a file of that name."""
@@ -141,8 +142,9 @@ class Bucket:
         return {name[len(root) :]: int(info["size"]) for name, info in found.items() if info["type"] == "file"}
 
     def folders(self) -> list[str]:
-        """Return what follows the URL in the names of objects, up to a slash."""
-        with self._opened("") as (store, path):
+        """Return what follows the URL in the names of objects, up to a slash; nothing where there is no object."""
+        found: list[dict[str, Any]] = []
+        with self._opened("") as (store, path), contextlib.suppress(FileNotFoundError):
             found = store.ls(path, detail=True)
         return sorted(each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
 

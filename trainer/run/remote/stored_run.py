@@ -144,12 +144,11 @@ class StoredRun:
 
     def check_fence(self, sending: Sending) -> None:
         """Raise Fenced when another machine goes on with the run."""
+        # a store that knows no condition lets two machines create one number: the later one has it
+        if (found := self.sender(sending.number)).token != sending.sender.token:
+            raise Fenced(_replaced(found, self.files.shown))
         if self.files.has(f"{sending.number + 1:06d}.json"):
-            newest = self.sender(self.newest_sender(sending.number))
-            raise Fenced(
-                f"{newest.host} goes on with the run since {newest.began_at}, from {self.files.shown}: this machine "
-                "sends nothing more"
-            )
+            raise Fenced(_replaced(self.sender(self.newest_sender(sending.number)), self.files.shown))
 
     def sender(self, number: int) -> Sender:
         """Return who a number is."""
@@ -162,6 +161,12 @@ class StoredRun:
             if self.files.has(f"{each:06d}/state.json"):
                 return self._read(f"{each:06d}/state.json", StoredState)
         return None
+
+    def begin(self, number: int) -> None:
+        """Let the state say that a flow of this machine works on the run, so that others wait for signs of its life."""
+        state = self.state(number)
+        if state is not None and state.ended:
+            self.write_state(number, state.model_copy(update={"ended": False}))
 
     def write_state(self, number: int, state: StoredState) -> None:
         """Replace the state of this machine."""
@@ -181,6 +186,10 @@ class StoredRun:
             return kind.model_validate_json(self.files.read(name))
         except ValidationError as error:
             raise DataError(f"{self.files.shown}/{name} is damaged: {first_problem(error)}") from None
+
+
+def _replaced(newest: Sender, shown: str) -> str:
+    return f"{newest.host} goes on with the run since {newest.began_at}, from {shown}: this machine sends nothing more"
 
 
 def checkpoint_key(number: int, name: str, digest: str) -> str:

@@ -1,0 +1,42 @@
+"""The signs of life that the flow of a run gives in its store, by which another machine knows that it may not go on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import read_record
+from onward.trainer.run.remote.stored_run import ALIVE_PERIOD_S, Sending, StoredRun, record_in
+
+
+@contextlib.contextmanager
+def signs_of_life(run: RunDir) -> Iterator[None]:
+    """Let the store show that the flow of a run lives, as long as the block does, also before and behind the training.
+
+    A machine that wants to go on with the run waits for that, and takes the run if there is none.
+    """
+    ends = threading.Event()
+
+    def give() -> None:
+        count = time.time_ns()  # that no former flow of the run has written
+        pause_s = 0.0
+        while not ends.wait(pause_s):
+            pause_s = 0.5
+            if not record_in(run).exists():
+                continue
+            # also after an error: a store that is away is reported by whoever sends, and whatever else happens, a
+            # flow without signs of life would lose its run to another machine
+            pause_s = ALIVE_PERIOD_S
+            with contextlib.suppress(Exception):
+                sending = read_record(record_in(run), Sending)
+                StoredRun(sending.url).give_sign_of_life(sending.number, count)
+                count += 1
+
+    threading.Thread(target=give, name="signs of life", daemon=True).start()
+    try:
+        yield
+    finally:
+        ends.set()

@@ -80,6 +80,9 @@ class Slurm:
 
     def begin(self, name: str, *words: str, host: str) -> None:
         """Start a daemon on a host."""
+        if name in self.daemons:  # that of a host which has crashed
+            self.daemons[name].kill()
+            self.daemons[name].wait(20)
         with (self.folder / f"{name}.out").open("ab") as output:
             self.daemons[name] = subprocess.Popen(
                 [*self.cluster.on(host), *words],

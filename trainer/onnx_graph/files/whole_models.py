@@ -120,7 +120,8 @@ def _held_bytes(tensor: TensorProto) -> int:
         size = int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
     except KeyError:
         size = 1
-    return math.prod(tensor.dims) * size
+    num_values: int = math.prod(tensor.dims)
+    return num_values * size
 
 
 def _is_moved(tensor: TensorProto) -> bool:

@@ -64,10 +64,13 @@ def submit(
 
     from onward.flows import api
     from onward.flows.submitting import slurm_script
+    from onward.trainer.errors import ConfigError
 
     files, changes = layers_of(config, overrides)
     # of the machine on which it runs nothing is known here
     found = api.config(files, changes, profile=profile)
+    if name == found.name:
+        raise ConfigError(f"--name {name} is the name of the configuration; the run needs one of its own")
     if on is Scheduler.kubernetes:
         from onward.flows.submitting.kubernetes_manifests import Pods, manifests_of
 
@@ -76,7 +79,7 @@ def submit(
         return
     words = [str(Path(file).resolve()) if Path(file).is_file() else file for file in files]
     words += [*changes, *(["--profile", profile] if profile else [])]
-    script = slurm_script.script_of(name, found, words, nodes=nodes, options=sbatch or ())
+    script = slurm_script.script_of(name, found.launch, found.parallel, words, nodes=nodes, options=sbatch or ())
     if dry_run:
         print(script, end="")
         return

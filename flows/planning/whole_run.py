@@ -84,7 +84,6 @@ def plan_run(
     """Return the plan of a run. measured_steps: train so many steps first, and keep their pace; 0 = do not.
 
     cluster: what is planned for. progress: where lines are written that say how far `auto` is; None = nowhere.
-
     Raises ConfigError or UnsupportedModel when there is no such layout, and the errors of `measure`.
     """
     local = completed(with_copies(config, copies))

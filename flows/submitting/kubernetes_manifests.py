@@ -53,7 +53,7 @@ NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 """Kubernetes makes names of pods and hosts of it, of up to 63 characters."""
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
     """Writes texts of several lines as they are."""
 
     def represent_text(self, text: str) -> Any:
@@ -86,10 +86,10 @@ def manifests_of(name: str, config: RunConfig, files: Sequence[str], words: Sequ
     names of examples. words: what follows them on the command line.
     """
     problems = [*_pod_problems(pods, config.parallel, config.launch), *_path_problems(config, files)]
-    if not NAME.fullmatch(name) or name == config.name:
+    if not NAME.fullmatch(name):
         problems.append(
             f"--name {shown(repr(name))}: Kubernetes takes up to 40 small letters, digits and hyphens, of which the "
-            "first is a letter; and the name must not be that of the configuration"
+            "first is a letter"
         )
     if problems:
         raise ConfigError(problems)
@@ -107,7 +107,7 @@ def manifests_of(name: str, config: RunConfig, files: Sequence[str], words: Sequ
         documents += _train_job(name, job)
     else:
         documents.append(_mpi_job(name, config.launch, pods, command, ranks))
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000)
+    return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000))
 
 
 def _pod_problems(pods: Pods, parallel: ParallelConfig, launch: LaunchConfig) -> Iterator[str]:

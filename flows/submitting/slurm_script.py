@@ -22,7 +22,7 @@ from onward.infra.job import slurm_jobs
 from onward.infra.job.slurm_jobs import SlurmError, SlurmJob
 from onward.tasks.attempts.retry_policy import newest_checkpoint
 from onward.tasks.checks.machine_check import num_ranks
-from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, shown
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.machine.private_home import make_private
@@ -57,24 +57,31 @@ class Submission(Record):
 
 
 def script_of(
-    name: str, config: RunConfig, words: Sequence[str], *, nodes: int = 1, options: Sequence[str] = ()
+    name: str,
+    launch: LaunchConfig,
+    parallel: ParallelConfig,
+    words: Sequence[str],
+    *,
+    nodes: int = 1,
+    options: Sequence[str] = (),
 ) -> str:
     """Return the script of the run NAME. words: CONFIG and what follows it. Raises ConfigError.
 
     options: of sbatch, such as time=2:00:00, which are written below those of Onward, and win.
     """
-    if not NAME.fullmatch(name) or name == config.name:
+    if not NAME.fullmatch(name):
         raise ConfigError(
-            f"--name {shown(repr(name))}: a name has up to 100 letters, digits, dots, hyphens and underscores, and is "
-            "not that of the configuration"
+            f"--name {shown(repr(name))}: a name has up to 100 letters, digits, dots, hyphens and underscores"
         )
-    ranks = num_ranks(config.parallel, config.launch)
+    ranks = num_ranks(parallel, launch)
     if nodes > ranks:
         raise ConfigError(f"--nodes {nodes}: the run has {ranks} rank{'s' * (ranks > 1)}, and each host needs one")
-    if config.launch.hostfile:
+    if launch.hostfile:
         raise ConfigError("launch.hostfile names hosts, and those of a job are chosen by Slurm; leave it out")
-    if unsafe := [each for each in options if not each.strip("-") or any(mark in each for mark in "\n\r#")]:
-        raise ConfigError(f"--sbatch {shown(repr(unsafe[0]))} is no option of sbatch, such as time=2:00:00")
+    for option in options:
+        # a further line of the script would be a further option, or a command
+        if not option.strip("-") or set(option) & set("\n\r#"):
+            raise ConfigError(f"--sbatch {shown(repr(option))} is no option of sbatch, such as time=2:00:00")
     command = [sys.executable, "-m", "onward.flows.cli", "run", *words]
     return SCRIPT.format(
         name=name,
@@ -133,8 +140,9 @@ def requeued(name: str) -> Iterator[None]:
         yield
     except SystemExit as ended:
         job = slurm_jobs.batch_job()
-        # of a job that was cancelled the state is no longer RUNNING
-        if job and ended.code == 128 + signal.SIGTERM and (found := slurm_jobs.find(job)) and found.state == "RUNNING":
+        found = slurm_jobs.find(job) if job and ended.code == 128 + signal.SIGTERM else None
+        # of a job that was cancelled the state is another one
+        if found is not None and found.state == "RUNNING":
             if slurm_jobs.ends_at() - time.time() < NEAR_END_S and _saved(name) == saved:
                 print(f"onward: the time of job {job} of Slurm is too short: no step was saved in it", file=sys.stderr)
                 raise

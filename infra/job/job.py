@@ -188,14 +188,10 @@ class Job:
             if time.time() > ends_at - self.stop_limit_s() - LAST_S:
                 ends_at = slurm_jobs.ends_at()  # somebody may have raised the limit
                 if time.time() > ends_at - self.stop_limit_s() - LAST_S:
-                    noticed_ms = now_ms()
-                    _stop(launcher, self.stop_limit_s())
-                    return "out_of_time", noticed_ms
+                    return "out_of_time", _stop(launcher, self.stop_limit_s())
             # before the other looks: a request to stop counts also if the job falls silent at the same time
             if stop.exists():
-                noticed_ms = now_ms()
-                _stop(launcher, self.stop_limit_s())
-                return "stopped", noticed_ms
+                return "stopped", _stop(launcher, self.stop_limit_s())
             if save.exists():
                 save.unlink()
                 launcher.send_signal(signal.SIGUSR1)
@@ -218,13 +214,10 @@ class Job:
             if beats.lost() and goes_on:
                 beats.watch_again()
             elif beats.lost():
-                noticed_ms = now_ms()
-                _stop(launcher, 0)
-                return "host_lost", noticed_ms
+                return "host_lost", _stop(launcher, 0)
             if time.monotonic() - beat_at > (silence_s if started else self.start_timeout_s):
-                noticed_ms = now_ms()
-                _stop(launcher, 0)  # a job that hangs cannot save
-                return "silent" if started else "start_timeout", noticed_ms
+                # a job that hangs cannot save
+                return "silent" if started else "start_timeout", _stop(launcher, 0)
         return "stopped" if stop.exists() else "exited", now_ms()
 
 
@@ -313,17 +306,20 @@ def _new_temporary_directory(tag: str) -> Path:
     return folder
 
 
-def _stop(launcher: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Send SIGUSR1 and wait `grace_s`, then SIGTERM and wait 3 s, until the launcher has ended.
+def _stop(launcher: subprocess.Popen[bytes], grace_s: float) -> int:
+    """Send SIGUSR1 and wait `grace_s`, then SIGTERM and wait 3 s, until the launcher has ended; return when it began.
 
     It passes SIGUSR1 on to the ranks, which then save a checkpoint. After SIGTERM mpirun kills them within 0.5 s.
+    The time is in milliseconds since 1970.
     """
+    began_ms = now_ms()
     # SIGKILL is left to `_kill_rest`, which reaches the ranks as well
     for number, patience_s in ((signal.SIGUSR1, grace_s), (signal.SIGTERM, 3.0)):
         if patience_s and launcher.poll() is None:
             launcher.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(patience_s)
+    return began_ms
 
 
 def _kill_rest(launcher: subprocess.Popen[bytes], tag: str) -> None:

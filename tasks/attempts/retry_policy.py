@@ -53,7 +53,8 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
     changed = ""
     if ending.kind == "out_of_memory" and config.launch.on_out_of_memory == "smaller" and config.launch.retries:
         # each size is tried once, so that this ends by itself
-        changed = _adjust(run, config, smaller_micro_batches(config.micro_batch_size, adjustments(run)))
+        smaller = smaller_micro_batches(config.micro_batch_size, adjustments(run))
+        changed = _adjust(run, smaller, rows=config.micro_batch_size)
         retry = 1 if changed else 0
     elif ending.kind == "out_of_memory":
         # the default policy: one more try where a fresh process may fit
@@ -61,7 +62,7 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
     elif ending.kind == "non_finite" and config.train.on_non_finite == "skip":
         changes = adjustments(run)
         skipped = changes.model_copy(update={"skip_steps": (*changes.skip_steps, ending.step)})
-        changed = _adjust(run, config, skipped) if retry <= config.launch.retries else ""
+        changed = _adjust(run, skipped, rows=config.micro_batch_size) if retry <= config.launch.retries else ""
         retry = retry if changed else 0
     elif ENDINGS[ending.kind].no_retry:
         retry = 0
@@ -78,19 +79,23 @@ def adjustments(run: RunDir) -> Adjustments:
     return read_record(run.adjusted, Adjustments) if run.adjusted.exists() else Adjustments()
 
 
-def _adjust(run: RunDir, before: RunConfig, changes: Adjustments | None) -> str:
-    """Write changes and return them in words, as the beginning of a sentence; "" if there are none that are allowed."""
+def _adjust(run: RunDir, changes: Adjustments | None, *, rows: int) -> str:
+    """Write changes and return them in words, as the beginning of a sentence; "" if there are none that are allowed.
+
+    rows: of a micro-batch before.
+    """
     try:
         after = with_adjustments(read_config(run, "given"), changes) if changes else None
     except ValueError:
         after = None
     if changes is None or after is None:
         return ""
+    passed_over = adjustments(run).skip_steps
     write_record(run.adjusted, changes)
-    if after.train.skip_steps != before.train.skip_steps:
+    if changes.skip_steps != passed_over:
         return f"step {changes.skip_steps[-1]} will be passed over (train.on_non_finite): "
     return (
-        f"micro-batches of {before.micro_batch_size} samples become {after.micro_batch_size}, and "
+        f"micro-batches of {rows} samples become {after.micro_batch_size}, and "
         f"train.gradient_accumulation_steps {after.train.gradient_accumulation_steps} (launch.on_out_of_memory): "
     )
 

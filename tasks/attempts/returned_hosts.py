@@ -61,7 +61,9 @@ class ReturnedHosts:
                 job = running_job(self._run.root)
                 # this may take a minute, in which the attempt may have ended and the next one begun
                 said = self._more_hosts()
-                if said and job and not self._ended.is_set() and save_running(self._run.root, job.tag):
+                if not said or job is None or self._ended.is_set():
+                    continue
+                if save_running(self._run.root, job.tag):
                     log.warning("%s: the ranks save, and go on with more hosts", said)
                     self.said = said
                     return

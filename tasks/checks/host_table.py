@@ -17,6 +17,7 @@ from pathlib import Path
 
 from onward.infra.job.hosts import BUT, Answer, ask_programs, read_hostfile
 from onward.infra.job.launcher import LaunchError
+from onward.infra.job.mpirun import Mpirun
 from onward.tasks.attempts.jobs import launcher_of
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.rules import Sections
@@ -155,7 +156,7 @@ def files_of_ranks(sections: object) -> dict[str, str]:
 def _programs(launch: LaunchConfig) -> tuple[str, str]:
     """Return mpirun and the daemon that it starts on each host; "" for other launchers, and for an MPI without it."""
     launcher = launcher_of(launch)
-    if launcher.name != "mpirun":
+    if not isinstance(launcher, Mpirun):
         return "", ""
     try:
         program = launcher.program()

@@ -175,7 +175,8 @@ class RunSender:
             return False
         with self._outage.noticed():
             # after each the list may be another one; the newest first, because a resume goes on from it
-            while info := next((each for each in reversed(self._kept or ()) if self._transfer.lacks(each)), None):
+            while lacking := [info for info in self._kept or () if self._transfer.lacks(info)]:
+                info = lacking[-1]
                 self.held = frozenset({info.path})
                 # a run that is resumed from it does not repeat the events before it
                 self._transfer.send_records()

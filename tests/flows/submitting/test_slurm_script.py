@@ -14,7 +14,13 @@ from onward.flows.submitting.slurm_script import requeued, script_of
 from onward.infra.job import slurm_jobs
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.errors import ConfigError
+
+
+def sections(**launch: object) -> tuple[LaunchConfig, ParallelConfig]:
+    found = config(**launch)
+    return found.launch, found.parallel
 
 
 def config(**launch: object) -> RunConfig:
@@ -26,7 +32,9 @@ def test_the_script_begins_or_continues_one_run_and_each_task_of_an_array_its_ow
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "a home"))
-    script = script_of("d1", config(), ["my config.toml", "train.seed=3"], nodes=2, options=["time=2:00:00", "--mem=0"])
+    script = script_of(
+        "d1", *sections(), ["my config.toml", "train.seed=3"], nodes=2, options=["time=2:00:00", "--mem=0"]
+    )
     head = script.split("\nexport")[0].splitlines()
     assert head[0] == "#!/bin/bash"
     for option in ("job-name=d1", "nodes=2", "ntasks=2", "signal=B:TERM@120", "requeue", "time=2:00:00", "mem=0"):
@@ -46,9 +54,10 @@ def test_the_page_shows_the_script_as_it_is_written(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ONWARD_HOME", "/shared/onward")
     page = (Path(__file__).parents[3] / "docs/how-to/gpus-and-clusters.md").read_text(encoding="utf-8")
     shown = page.partition("#!/bin/bash")[2].partition("```")[0]
-    given = config().model_copy(update={"parallel": config().parallel.model_copy(update={"data": 16})})
+    launch, parallel = sections()
+    parallel = parallel.model_copy(update={"data": 16})
     options = ["time=8:00:00", "gpus-per-node=8"]
-    script = script_of("d1", given, ["CONFIG", "parallel.data=16"], nodes=2, options=options)
+    script = script_of("d1", launch, parallel, ["CONFIG", "parallel.data=16"], nodes=2, options=options)
     assert script == f"#!/bin/bash{shown}".replace("exec onward", f"exec {sys.executable} -m onward.flows.cli")
 
 
@@ -56,7 +65,6 @@ def test_the_page_shows_the_script_as_it_is_written(monkeypatch: pytest.MonkeyPa
     ("name", "changes", "launch", "said"),
     [
         ("../x", {}, {}, "a name has up to 100 letters"),
-        ("digits", {}, {}, "is not that of the configuration"),
         ("d1", {"nodes": 3}, {}, "--nodes 3: the run has 2 ranks"),
         ("d1", {"options": ["time=1\n#SBATCH --uid=0"]}, {}, "is no option of sbatch"),
         ("d1", {"options": ["--"]}, {}, "is no option of sbatch"),
@@ -65,7 +73,7 @@ def test_the_page_shows_the_script_as_it_is_written(monkeypatch: pytest.MonkeyPa
 )
 def test_what_makes_no_job_is_refused(name: str, changes: dict, launch: dict, said: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ConfigError, match=shlex.quote(said).strip("'").replace(".", r"\.")):
-        script_of(name, config(**launch), ["c.toml"], **changes)
+        script_of(name, *sections(**launch), ["c.toml"], **changes)
 
 
 def test_what_squeue_says_is_read_and_after_it_what_the_accounting_says(

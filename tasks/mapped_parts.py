@@ -92,6 +92,7 @@ class MappedParts:
                             f"{type(error).__name__}: {error}"
                         ) from error
                     log.warning("part %d of the data failed, and is made again: %s", number, error)
+                    # submitted again behind this loop, which waits for a fixed list of tasks
                     failed.append((number, step, count + 1))
                     continue
                 if result.problems:
@@ -109,6 +110,7 @@ class MappedParts:
 @task(name="shard-part", cache_policy=NO_CACHE)
 def make_part(folder: str, step: str) -> str:
     """Make a step in the process of a worker; return its StepResult as JSON."""
+    # by a file, because a worker may be on another machine, which sees this folder
     if (Path(folder) / "stop").exists():
         return StepResult().model_dump_json()
     try:

@@ -82,6 +82,7 @@ LONG_FUNCTIONS = {
     "flows/train_onnx.py train_onnx": 95,  # 30 parameters, and the endings
     "flows/commands/sweeps.py sweep": 64,  # options
     "flows/commands/inspection.py doctor": 62,  # options
+    "flows/commands/submission.py submit": 61,  # options
     "flows/commands/servers.py deploy": 64,  # options
     "flows/deploying/deploy.py deploy": 63,
     "flows/sweeps/making.py make_sweep": 72,
@@ -97,7 +98,7 @@ DENSEST_FILE = 20.2
 """Tokens in a line of code, without docstrings and comments. The aim is 12."""
 DENSEST_TREE = 10.45
 """The aim is 9."""
-MOST_TOKENS = 746_000
+MOST_TOKENS = 781_000
 MOST_DECISIONS = 2
 """Of a statement, or of the head of one with a body: each `and`, `or`, conditional expression, and each `for` and `if`
 of a comprehension."""

@@ -45,6 +45,7 @@ def renewed(lock: IO[bytes], path: Path) -> Iterator[None]:
         yield
     finally:
         ended.set()
+        # the caller closes the lock next, and the kernel may give its number to another file
         thread.join()
 
 
@@ -120,6 +121,7 @@ def _replace(path: Path, stamp: Stamp) -> bool:
         os.close(os.open(claim, os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return False
+    # its holder may have come back, or another host has put a new file there
     if _stamp_of_other_host(path) != stamp:
         return False
     claim.replace(path)

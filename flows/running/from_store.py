@@ -72,6 +72,7 @@ SILENT_S = 3 * ALIVE_PERIOD_S
 
 def is_in_store(text: str) -> bool:
     """Return whether `text` names a run in a store, and none of this machine: a URL, or a directory that is a store."""
+    # without a slash the text is the name or id of a run on this machine
     is_in_folder = "/" in text and any(Path(text).parent.glob(f"*/{FIRST}"))
     return bool(url_of(text)) or is_in_folder
 
@@ -105,6 +106,7 @@ def fetch_run(text: str, changes: Callable[[RunDir], Sequence[Override]] = lambd
     run = RunDir(onward_home() / "runs" / location.rpartition("/")[2])
     if run.root.exists():
         known = record_if_written(record_in(run), Sending)
+        # of a run that this machine sends itself, the store has nothing newer
         if known is not None and known.sender == stored.sender(number):
             return run
         if known is None and _is_copy(run, stored.state(number)):
@@ -119,13 +121,16 @@ def fetch_run(text: str, changes: Callable[[RunDir], Sequence[Override]] = lambd
         _wait_for_silence(stored, number)
     make_private(onward_home())
     run.root.parent.mkdir(exist_ok=True)
+    # beside its final place, so that a rename within one file system is enough
     partial = RunDir(run.root.with_name(f".{run.root.name}.partial"))
     with run.root.with_name(f".{run.root.name}.lock").open("ab") as lock:
+        # two commands would delete each other's partial directory
         if not try_lock(lock):
             raise ConfigError(f"another process fetches {state.name} at this moment")
         shutil.rmtree(partial.root, ignore_errors=True)  # what a killed process has left
         partial.root.mkdir()
         try:
+            # before this machine takes the run, which no other one could go on with then
             _refuse_full_disk(stored, state, partial)
             if not is_finished:
                 state = _take_over(stored, partial, number + 1)
@@ -133,6 +138,7 @@ def fetch_run(text: str, changes: Callable[[RunDir], Sequence[Override]] = lambd
             _adapt(partial, state, run)
             fsync(partial.root)
             partial.root.rename(run.root)
+            # after a power cut the store would name a machine that has lost the run
             fsync(run.root.parent)
         finally:
             shutil.rmtree(partial.root, ignore_errors=True)
@@ -185,6 +191,7 @@ def _is_finished(stored: StoredRun, state: StoredState, changes: Callable[[RunDi
     """
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
+        # only small records, because the answer may be that nothing has to come
         for name, file in state.files.items():
             if name in DECIDING or name.endswith("/result.json"):
                 _fetch_file(stored, file, run.root / _checked(name))
@@ -211,6 +218,7 @@ def _is_copy(run: RunDir, state: StoredState | None) -> bool:
 def _wait_for_silence(stored: StoredRun, number: int) -> None:
     """Return when the machine that has sent the run seems to be lost. Raises ConfigError if it gives a sign of life."""
     host = stored.sender(number).host
+    # only a change counts, since the clocks of two machines may differ
     seen = stored.sign_of_life(number)
     _say(f"the run has not ended on {host}; waiting {SILENT_S:g} s for a sign of life of it")
     deadline = time.monotonic() + SILENT_S
@@ -277,6 +285,7 @@ def _fetch_checkpoints(
     """Fetch the newest checkpoint that verifies, and the best one. Raises CheckpointError when all are damaged."""
     fetched: list[StoredCheckpoint] = []
     problems = []
+    # an older one is needed only as the best, or where the newer ones are damaged
     for each in reversed(checkpoints):
         if fetched and not each.best:
             continue
@@ -290,6 +299,7 @@ def _fetch_checkpoints(
             shutil.rmtree(folder, ignore_errors=True)
     if checkpoints and not fetched:
         raise CheckpointError("all checkpoints in the store are damaged: " + "; ".join(problems))
+    # which one is the best changes after a manifest is written, so the list of the store says it
     infos = [verify(run.checkpoint(each.step)).info.model_copy(update={"best": each.best}) for each in fetched]
     if infos:
         write_record(run.announced, Announced(checkpoints=tuple(sorted(infos, key=lambda info: info.step))))
@@ -299,6 +309,7 @@ def _fetch_checkpoints(
 def _fetch_checkpoint(stored: StoredRun, checkpoint: StoredCheckpoint, folder: Path) -> None:
     folder.mkdir(parents=True)
     content = stored.files.read(f"{checkpoint.key}/manifest.json")
+    # the state has only this digest, and the manifest those of all other files
     if hashlib.sha256(content).hexdigest() != checkpoint.digest:
         raise CheckpointError("manifest.json is another one")
     (folder / "manifest.json").write_bytes(content)
@@ -345,6 +356,7 @@ def _adapt(partial: RunDir, state: StoredState, run: RunDir) -> None:
         for file, digest in moved.items():
             _say(f"the run executes {Path(file).name} from the store, of SHA-256 {digest[:SHOWN]}")
     identity = read_record(partial.identity, RunIdentity)
+    # the link leads to the former flow, and the one that goes on here gets its own
     changes: dict[str, Any] = {"prefect_url": "", "code_sha256": _moved(identity.code_sha256, here)}
     if identity.tracking_uri.startswith(("sqlite:", "file:")):
         # a database of the other machine: the one of this machine gets the run with its whole history
@@ -358,12 +370,14 @@ def _adapt(partial: RunDir, state: StoredState, run: RunDir) -> None:
         # of hosts that were left in the other cluster; without it the hosts of `launch.hostfile` are asked
         write_record(partial.adjusted, read_record(partial.adjusted, Adjustments).with_configured_layout())
     if partial.exported.exists():
+        # from the quotation mark to the slash: only whole paths into the run directory are changed
         there, now = (json.dumps(f"{root}/")[:-1] for root in (state.directory, run.root))
         text = partial.exported.read_text(encoding="utf-8").replace(there, now)
         write_durably(partial.exported, text.encode())
     manifest = partial.shards / "manifest.json"
     if manifest.exists():
         key = read_record(manifest, ShardManifest).key
+        # kept for a comparison: the shards made here must be those that the run began with
         manifest.rename(partial.began_with)
         shutil.rmtree(partial.shards)
         partial.shards.symlink_to(onward_home() / "shards" / key, target_is_directory=True)

@@ -94,8 +94,10 @@ def manifests_of(name: str, config: RunConfig, files: Sequence[str], words: Sequ
     if problems:
         raise ConfigError(problems)
     texts = {Path(file).name: Path(file).read_text(encoding="utf-8") for file in files if Path(file).is_file()}
+    # what is no file here is the name of an example, which the image has as well
     layers = [f"{FILES}/{Path(file).name}" if Path(file).name in texts else file for file in files]
     command = ["onward", "run", *layers, *words, "--name", name, "--continue"]
+    # all pods with ranks are alike, so each has room for as many as the fullest one
     ranks = math.ceil(num_ranks(config.parallel, config.launch) / pods.nodes)
     documents: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-files"}, "data": texts}
@@ -164,11 +166,13 @@ def _pod(name: str, launch: LaunchConfig, pods: Pods, container: dict[str, Any])
         ],
     }
     spec = {
+        # a controller may start another pod on any node; the kubelet would use the same node again
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": math.ceil(launch.stop_grace_s) + AFTER_GRACE_S,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
+            # the group of the volume, so that a user other than root can write to it
             "fsGroup": USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -198,6 +202,7 @@ def _resources(launch: LaunchConfig, ranks: int) -> dict[str, Any]:
     """Return what a pod with so many ranks asks for."""
     asked: dict[str, Any] = {"requests": {"cpu": str(ranks * (launch.threads_per_rank or 1))}}
     if launch.device == "cuda":
+        # Kubernetes takes a limit of GPUs for the request as well
         asked["limits"] = {"nvidia.com/gpu": str(math.ceil(ranks / launch.ranks_per_gpu))}
     return asked
 
@@ -208,6 +213,7 @@ def _resources(launch: LaunchConfig, ranks: int) -> dict[str, Any]:
 def _job(pod: Mapping[str, Any]) -> dict[str, Any]:
     """Return the specification of a Job of one pod."""
     rules = [
+        # the first rule that fits counts, and an evicted pod may end with a status of the second one
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [*NOT_AGAIN]}},
     ]
@@ -217,6 +223,7 @@ def _job(pod: Mapping[str, Any]) -> dict[str, Any]:
 def _train_job(name: str, job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a TrainingRuntime with the pod, and the TrainJob that refers to it."""
     group = "trainer.kubeflow.org"
+    # Kubeflow finds the pods of the training by this label
     labels = {f"{group}/trainjob-ancestor-step": "trainer"}
     job_set = {"replicatedJobs": [{"name": "node", "template": {"metadata": {"labels": labels}, "spec": job}}]}
     runtime = {
@@ -239,6 +246,7 @@ def _mpi_job(name: str, launch: LaunchConfig, pods: Pods, command: Sequence[str]
     """Return an MPIJob: the flow in its launcher, `ranks` ranks in each worker."""
     # before --name: an override is one of the words
     flow = [*command[:-3], f"launch.hostfile={HOSTFILE}", *command[-3:]]
+    # the ranks are in the workers, and the flow itself needs little
     launcher = _pod(name, launch, pods, _flow(flow, {"requests": {"cpu": "1"}}))
     sshd = {
         "command": ["/usr/sbin/sshd", "-D", "-e", "-f", "/etc/ssh/sshd_config.onward"],
@@ -254,8 +262,10 @@ def _mpi_job(name: str, launch: LaunchConfig, pods: Pods, command: Sequence[str]
         "spec": {
             "slotsPerWorker": ranks,
             "mpiImplementation": "OpenMPI",
+            # mpirun fails at a worker whose sshd has not started
             "launcherCreationPolicy": "WaitForWorkersReady",
             "sshAuthMountPath": SSH_FOLDER,
+            # sshd never ends by itself: workers would keep their GPUs after the run
             "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": STARTS},
             "mpiReplicaSpecs": {
                 "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},

@@ -106,6 +106,7 @@ def send(name: str, script: str) -> SlurmJob:
     make_private(onward_home())
     _record(name).parent.mkdir(exist_ok=True)
     write_record(_record(name), Submission(job=job))
+    # a Slurm that is too busy to answer has taken the job all the same
     return slurm_jobs.find(job) or SlurmJob(job, "sent")
 
 
@@ -120,6 +121,7 @@ def job_of(run: RunDir, name: str) -> SlurmJob | None:
     """Return the job that runs a run, or will go on with it; None if there is none."""
     if is_running(run):
         holder = holder_of(run)
+        # a run that was started in a shell belongs to no job
         return slurm_jobs.find(holder["slurm_job"]) if holder and holder["slurm_job"] else None
     waiting = submitted(name)
     return None if waiting is None or waiting.has_ended else waiting
@@ -135,6 +137,7 @@ def requeued(name: str) -> Iterator[None]:
 
     Not if its time was too short to train anything, which would repeat itself for ever.
     """
+    # compared at the end with what is saved then, to see whether this job has got on
     saved = _saved(name)
     try:
         yield
@@ -143,6 +146,7 @@ def requeued(name: str) -> Iterator[None]:
         found = slurm_jobs.find(job) if job and ended.code == 128 + signal.SIGTERM else None
         # of a job that was cancelled the state is another one
         if found is not None and found.state == "RUNNING":
+            # a job that was preempted long before its limit may get further the next time
             if slurm_jobs.ends_at() - time.time() < NEAR_END_S and _saved(name) == saved:
                 print(f"onward: the time of job {job} of Slurm is too short: no step was saved in it", file=sys.stderr)
                 raise

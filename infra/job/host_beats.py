@@ -41,6 +41,7 @@ class HostBeats:
 
     def __init__(self, hosts: Sequence[str], users: Mapping[str, str] = os.environ) -> None:
         self._users = dict(users)
+        # this process would be frozen or cut off together with its own host
         self._hosts = [host for host in hosts if not is_here(host)]
         self._lost: dict[str, str] = {}
         self._login_s = dict.fromkeys(self._hosts, 0.0)
@@ -77,10 +78,12 @@ class HostBeats:
             num_beats = self._listen(host)
             if self._ended.is_set():
                 return
+            # a host whose logins are always slow is not lost for that
             limit_s = max(ASKED_S, math.ceil(2.0 * self._login_s[host]))
             if why := why_silent(host, self._users, limit_s=limit_s):
                 self._lost[host] = f"silent for {SILENT_S:g} s; {why}"
                 return
+            # a host whose program has sent bytes allows programs, however that one ended
             failures = 0 if num_beats else failures + 1
 
     def _listen(self, host: str) -> int:
@@ -90,6 +93,7 @@ class HostBeats:
         count = 0
         try:
             program = subprocess.Popen(
+                # by exec no shell stays between ssh and the program
                 [*remote_shell(environment), host, f"exec {command}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -117,5 +121,6 @@ class HostBeats:
                     elif time.monotonic() - came_at > (SILENT_S if count else START_S):
                         break
             finally:
+                # this ends ssh alone: the program on the host ends when no more bytes come
                 program.kill()
         return count

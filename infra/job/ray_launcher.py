@@ -53,6 +53,7 @@ class Ray:
             where = environment.get("RAY_ADDRESS", "this host")
             return [f"the Ray cluster at {where} has not answered within {ANSWER_S:g} s; `ray status` shows its state"]
         if answer.returncode == 0:
+            # with --ask the program prints why the ranks have no room, or nothing
             return answer.stdout.splitlines()
         return [f"the Ray cluster could not be asked: {answer.stderr.strip()[-2000:]}"]
 
@@ -77,6 +78,7 @@ class Ray:
             status = 128 + number if number else int(ended["status"])
             first_rank = RankEnding(int(ended[1]), ended[2], signal_name(number) if number else "", status)
         ended_by = ""
+        # a program that was killed could not print what has ended it
         if returncode is not None and returncode < 0:
             ended_by = signal_name(-returncode)
         elif asked := _ASKED.search(output):

@@ -87,7 +87,7 @@ class RankActor:
 
     def place(self, ports: Sequence[int]) -> Place:
         """Return where this is, with the first of the ports that is free."""
-        address = ray.util.get_node_ip_address()
+        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         for port in ports:
             with socket.socket() as tried:
                 # as rank 0 will: a port of a connection that was closed just now is free
@@ -96,11 +96,13 @@ class RankActor:
                     tried.bind((address, port))
                 except OSError:
                     continue
+            # the socket is closed again: of all these ports only one is used, by rank 0
             return Place(address, socket.gethostname(), ray.get_runtime_context().get_node_id(), port)
         raise OSError(f"none of {len(ports)} ports is free at {address}")
 
     def start(self, client: str, words: Sequence[str], folder: str, foreign: tuple[str, ...], variables: Any) -> None:
         """Start the rank in a folder. client: the path of child_program.py. variables: of its environment."""
+        # what Ray has set for the actor stays, such as CUDA_VISIBLE_DEVICES with its share of the GPUs
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         # a file, not a pipe: a driver that is slow or suspended must not stop the rank
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as this process)
@@ -112,6 +114,7 @@ class RankActor:
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=self.output,
+            # one stream, so that an error stays behind the lines that came before it
             stderr=subprocess.STDOUT,
         )
 
@@ -122,6 +125,7 @@ class RankActor:
     def look(self) -> Look:
         """Return what the rank has printed since the last look, and its exit status."""
         status = self.child.poll()  # before the output, which is complete then
+        # pread does not move the position in the file, which the rank shares and writes at
         output = os.pread(self.output.fileno(), 1 << 24, self.num_read)
         self.num_read += len(output)
         return Look(output, status)
@@ -146,6 +150,7 @@ class Needs(NamedTuple):
 
     def room_on(self, resources: Mapping[str, float]) -> int:
         """Return how many ranks a node of these resources takes."""
+        # the scarcest resource decides; what is left over on two nodes does not add up to a rank
         return min(int(resources.get(name, 0.0) / needed) for name, needed in self.bundle.items())
 
     def missing(self, nodes: Sequence[Mapping[str, Any]]) -> str:
@@ -167,7 +172,7 @@ class Needs(NamedTuple):
 
 def living_nodes() -> list[dict[str, Any]]:
     """Return the nodes of the cluster that are alive."""
-    return [node for node in ray.nodes() if node["Alive"]]
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def needs_of(arguments: argparse.Namespace, nodes: Sequence[Mapping[str, Any]]) -> Needs:
@@ -202,10 +207,12 @@ def connect() -> None:
 @contextmanager
 def bundles_of(needs: Needs, signals: Signals) -> Iterator[PlacementGroup]:
     """Reserve the resources of all ranks, at once or not at all, and give them back; wait for them until a signal."""
+    # on few nodes, because ranks of one node send tensors to each other without the network
     group = placement_group([needs.bundle] * needs.ranks, strategy="PACK")
     try:
         said_at = time.monotonic()
         while not group.wait(POLL_S):
+            # no rank has begun that could save, so each signal ends the wait
             for number in signals.take():
                 sys.exit(128 + number)
             if time.monotonic() - said_at >= SAY_S:
@@ -235,6 +242,7 @@ class Signals:
 
     def take(self) -> list[int]:
         """Return what has come since the last call."""
+        # a handler may add a signal between these lines, so only what was copied is removed
         taken = self.received[:]
         del self.received[: len(taken)]
         return taken
@@ -256,6 +264,7 @@ class RunningRank:
     def send(self, number: int) -> None:
         """Send it a signal, if it runs."""
         if self.status is None:
+            # nobody waits for the answer: the next look notices that an actor is gone
             self.actor.send.remote(number)
 
     def answer(self) -> str:
@@ -272,6 +281,7 @@ class RunningRank:
             # the actor has ended, and with it the rank
             self.status = -signal.SIGKILL
             return self._without_actor(error)
+        # bytes as they came: a look may end in the middle of a letter
         sys.stdout.buffer.write(look.output)
         sys.stdout.flush()
         self.status = look.status
@@ -286,6 +296,7 @@ class RunningRank:
         deadline = time.monotonic() + LOST_S
         while True:
             try:
+                # the first call is `start`, which returns None, and its rank runs
                 return ray.get(self.looking) or Look(b"", None)
             except ray.exceptions.ActorUnavailableError:
                 # its connection is closed: first of all that a lost node causes, and Ray finds out about that
@@ -305,16 +316,18 @@ def start_ranks(group: PlacementGroup, words: Sequence[str]) -> list[RunningRank
     """Start an actor in each bundle, and a rank below each; the ranks of a node follow each other."""
     strategies = [PlacementGroupSchedulingStrategy(group, index) for index in range(group.bundle_count)]
     remote = ray.remote(RankActor)
-    actors = []
+    actors = list[Any]()
     for bundle, strategy in zip(group.bundle_specs, strategies, strict=True):
         options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
         actors.append(remote.options(**options, scheduling_strategy=strategy).remote())
     # Ray keeps 10002 to 19999 for itself; two jobs at once hardly choose alike
     ports = random.Random().sample(PORTS, 50)
     places: list[Place] = ray.get([actor.place.remote(ports) for actor in actors])
+    # a tensor-parallel group has neighbours by rank, which should share a node
     order = sorted(range(len(actors)), key=lambda index: places[index].node)
     addresses = {place.address for place in places}
     first = places[order[0]]
+    # no other variable leaves this host, as under mpirun: an environment may hold keys
     carried = {name: value for name, value in os.environ.items() if name.startswith(CARRIED)}
     # nobody outside needs to reach the store of ranks that share a host
     address = first.address if len(addresses) > 1 else "127.0.0.1"
@@ -358,7 +371,9 @@ def watch(ranks: Sequence[RunningRank], signals: Signals) -> int:
             break
         time.sleep(POLL_S)
     if first_failure is not None:
+        # as a shell reports a process that a signal has ended
         return 128 - first_failure if first_failure < 0 else first_failure
+    # only 0 and STOPPED are left, since each other status is a failure
     return max(rank.status or 0 for rank in ranks)
 
 
@@ -386,6 +401,7 @@ def main() -> int:
         try:
             return watch(ranks, signals)
         finally:
+            # a rank ends with its actor, also one that has not answered
             for rank in ranks:
                 ray.kill(rank.actor)
 

@@ -69,8 +69,10 @@ def find(job: str) -> SlurmJob | None:
         ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r|%N|%e"],
         ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={job}", "--format=State,Reason,NodeList,End"],
     ):
+        # squeue refuses a job that it has forgotten, and then the accounting is asked
         with contextlib.suppress(SlurmError):
             if lines := _said(words).splitlines():
+                # both programs have words of their own for a field without a value
                 state, *more = (
                     re.sub(r"^(None|N/A|NONE|Unknown|None assigned)$", "", each) for each in lines[0].split("|")
                 )
@@ -95,6 +97,7 @@ def send(script: str, *, folder: str) -> str:
 
     folder: its working directory.
     """
+    # where there are several clusters, --parsable adds the name of one behind a semicolon
     return _said(["sbatch", "--parsable", f"--chdir={folder}"], script).strip().split(";")[0]
 
 

@@ -107,10 +107,12 @@ class Srun:
         ended_by = ""
         if returncode is not None and returncode < 0:
             ended_by = signal_name(-returncode)
+        # srun catches SIGTERM, and so its own status is not that of a signal
         elif "srun: forcing job termination" in output:
             ended_by = "SIGTERM"
         lost_host = None
         if lost := _LOST_HOST.search(output):
+            # one of the messages names no host, and a host is lost all the same
             lost_host = next(filter(None, lost.groups()), "")
         return LauncherEnding(self.name, _first_rank(output), ended_by, lost_host)
 
@@ -128,10 +130,12 @@ def _first_rank(output: str) -> RankEnding | None:
 
 def _takes_pmix(program: Path) -> bool:
     """Return whether Slurm and this Python environment start ranks of MPI through PMIx."""
+    # without mpi4py no rank would ask PMIx, and Slurm's own variables are enough
     if find_spec("mpi4py") is None:
         return False
     try:
         listed = subprocess.run([program, "--mpi=list"], capture_output=True, text=True, timeout=LIST_S)
     except (OSError, subprocess.TimeoutExpired):
         return False
+    # versions of Slurm print the list on different ones of the two
     return "pmix" in f"{listed.stdout} {listed.stderr}".split()

@@ -86,10 +86,12 @@ def _other_layout(run: RunDir, changes: Adjustments, slots: int, hostfile: Path)
                 "data": plan.parallel.data,
                 "parallel": plan.parallel,
                 "recompute": plan.recompute,
+                # `with_adjustments` divides it by the same number
                 "micro_batch": plan.micro_batch_size * changes.micro_batch_divisor,
                 "hostfile": str(hostfile),
             }
             found = changes.model_copy(update=layout)
+            # for its checks alone: a layout that the rules refuse is passed over
             with_adjustments(config, found)
             return found
     return None

@@ -115,6 +115,7 @@ def ask_hosts(
     files: setting -> the file that it names, which all hosts have to see.
     """
     hosts = list(read_hostfile(Path(launch.hostfile))) if hosts is None else hosts
+    # a host that has another directory under the same path does not have this text in it
     nonce = secrets.token_hex(8)
     written = folder / f".hosts-{nonce}"
     with contextlib.ExitStack() as stack:
@@ -139,6 +140,7 @@ def host_problems(sections: Sections) -> tuple[str, ...]:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if isinstance(launch, LaunchConfig) and launch.hostfile and not url_of(launch.hostfile):
             home = onward_home()
+            # before the first run there is no home yet, and its nearest parent stands for it
             folder = next(each for each in (home, *home.parents) if each.exists())
             return ask_hosts(launch, folder, files_of_ranks(sections)).problems
     return ()

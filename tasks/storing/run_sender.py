@@ -148,10 +148,12 @@ class RunSender:
         self._changed.set()
 
     def _send(self) -> None:
+        # hashing takes a core, which the ranks of this host need more
         lower_priority()
         try:
             while not self._sends_all():
                 self._changed.wait(RETRY_S if self._outage.error else LOOK_S)
+                # before the next look, so that an offer that comes during it is not missed
                 self._changed.clear()
             self._is_complete = True
         except Stopped:
@@ -170,13 +172,13 @@ class RunSender:
 
     def _sends_all(self) -> bool:
         """Send what is to be sent now; return whether that was the last time."""
+        # asked before the look: what is written while it goes on gets another one
         is_last = self._closing.is_set()
         if self._outage.is_waiting():
             return False
         with self._outage.noticed():
             # after each the list may be another one; the newest first, because a resume goes on from it
-            while lacking := [info for info in self._kept or () if self._transfer.lacks(info)]:
-                info = lacking[-1]
+            while (info := self._newest_to_send()) is not None:
                 self.held = frozenset({info.path})
                 # a run that is resumed from it does not repeat the events before it
                 self._transfer.send_records()
@@ -186,6 +188,12 @@ class RunSender:
             if (kept := self._kept) is not None:
                 self._transfer.keep(kept, ended=is_last and self._ends)
         return is_last and self._outage.error is None
+
+    def _newest_to_send(self) -> CheckpointInfo | None:
+        for info in reversed(self._kept or ()):
+            if self._transfer.lacks(info):
+                return info
+        return None
 
 
 def send_rest(run: RunDir, log: Log) -> None:

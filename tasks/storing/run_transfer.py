@@ -74,6 +74,7 @@ class Transfer:
             with contextlib.suppress(FileNotFoundError):  # replaced or deleted just now: the next look has it
                 files[name] = self._sent(path, known)
         files |= self._sent_log(state, known)
+        # once, because a model may be large, and looks follow each other every few seconds
         if self._inputs is None:
             self._inputs = self._sent_inputs(state, known)
         self._replace(state.model_copy(update={"files": files, "inputs": self._inputs}))
@@ -125,6 +126,7 @@ class Transfer:
         except (CheckpointError, FileNotFoundError):
             self._passed_over.add(info.digest)
             return
+        # last: what has a manifest is complete
         self._files.create(f"{key}/manifest.json", content)
         stored = StoredCheckpoint(step=info.step, key=key, digest=info.digest, bytes=info.bytes, best=info.best)
         # of a step that was made again the former one goes
@@ -165,6 +167,7 @@ class Transfer:
         name = read_record(self._run.identity, RunIdentity).name
         empty = StoredState(run_id=self._run.root.name, name=name, directory=self._run.root.resolve())
         found = self._stored.state(self._sending.number) or empty
+        # the former machine may have had another name and directory for the run
         self._state = found.model_copy(update={"name": name, "directory": empty.directory, "ended": False})
         self._remove_unfinished(self._state)
         return self._state
@@ -182,6 +185,7 @@ class Transfer:
         """Delete what this machine has begun to send and will not go on with."""
         own = f"{self._sending.number:06d}"
         wanted = {each.key for each in state.checkpoints}
+        # what is announced is sent next, and of its files those that have arrived are not sent again
         wanted |= {checkpoint_key(self._sending.number, info.path.name, info.digest) for info in announced(self._run)}
         names = self._files.names(f"{own}/checkpoints/")
         self._files.remove(sorted(name for name in names if name.rpartition("/")[0] not in wanted))
@@ -193,6 +197,7 @@ class Transfer:
             return
         self._refuse_abandoned()
         self._stored.write_state(self._sending.number, state)
+        # behind the state: who claims the run later reads it, and who did before is seen here
         self._stored.check_fence(self._sending)
         self._state = state
         self._sending = self._sending.model_copy(
@@ -208,6 +213,7 @@ class Transfer:
     def _sent(self, path: Path, known: dict[str, StoredFile]) -> StoredFile:
         """Return what a local file is in the store, after sending it if it is not there."""
         self._refuse_abandoned()
+        # before the content is read, so that a change behind it is seen at the next look
         signature = _signature(path)
         size = signature[1]
         if path in self._seen and self._seen[path][0] == signature:

@@ -81,6 +81,7 @@ def _samples(files: Sequence[Path], sizes: Sequence[int]) -> list[bytes]:
     ends = np.cumsum(sizes)
     places = keyed_hash(np.arange(NUM_SAMPLES), hash_key("samples", int(ends[-1]))) % np.uint64(ends[-1])
     found = []
+    # sorted, so that a disk reads in one direction
     for place in np.sort(places).astype(np.int64):
         number = int(np.searchsorted(ends, place, side="right"))
         with opened(files[number]) as file:

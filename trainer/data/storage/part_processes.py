@@ -80,6 +80,7 @@ class PartProcesses:
                 other.start()
             yield partial(_run, maker, queues)
         finally:
+            # first, so that no thread puts a new process in the place of one that is ended here
             queues.stopped.set()
             for other in others:
                 other.end()
@@ -100,6 +101,7 @@ def _run(maker: PartMaker, queues: _Queues, steps: Iterable[PartStep]) -> Iterat
         for number, result in queues.results():
             left -= 1
             if result.problems:
+                # steps that have begun are waited for: of several problems the first in order counts
                 left -= queues.drop_waiting()
             yield number, result
 
@@ -172,6 +174,7 @@ class _Process:
         # a thread that waits for a step gets none
         self._queues.waiting.put(None)
         self._thread.join()
+        # the thread may have started another process after the first kill
         self._process.kill()
         self._process.communicate()
 
@@ -225,6 +228,7 @@ def _answer(process: subprocess.Popen[bytes], step: PartStep) -> bytes:
     except BrokenPipeError:
         return b""
     line = process.stdout.readline()
+    # a process that was killed may have left a part of a line
     return line if line.endswith(b"\n") else b""
 
 

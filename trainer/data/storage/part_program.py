@@ -27,6 +27,7 @@ def main(folder: Path) -> None:
         step = PartStep.model_validate_json(line)
         try:
             reply = Reply(result=maker.make(step))
+        # the other process raises it again, as if it had met the full disk itself
         except OSError as error:
             what = error.strerror or str(error)
             reply = Reply(os_error=(error.errno or 0, what, str(error.filename or "")))

@@ -181,6 +181,7 @@ class PartMaker:
             with ExitStack() as opened:
                 writers = {}
                 for split in ("train", held_split):
+                    # one file for a split: its rows are divided into shards when parts are joined
                     files = ShardFiles(partial, split, rows_per_file=ALL_ROWS, disk=None)
                     writers[split] = SplitWriter(split, opened.enter_context(files), packer=None)
                 blocks = read_part(part, self.ranges, self.sources, recipe.request)
@@ -216,6 +217,7 @@ class PartMaker:
                     self._add_rows(join, shards)
                     files = tuple(shards.close())
             for file in files:
+                # whoever makes these files writes the same bytes, so it is no matter whose stay
                 (partial / file.name).replace(self.folder.parent / file.name)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -328,6 +330,7 @@ def _written_rows(
     observed = [{column.name: column for column in columns} for columns in of_splits]
 
     def finish() -> Mapping[str, tuple[ShardFile, ...]]:
+        # by what was written, because sources may be compressed or text
         row_bytes = sum(part.size_bytes for part in written) / max(1, sum(map(sum, counts.values())))
         rows_per_step = max(1, round(JOINED_BYTES / row_bytes))
         joins = _joins(counts, recipe.data.rows_per_shard, rows_per_step, most)
@@ -348,6 +351,7 @@ def _results(run: RunSteps, steps: Iterable[PartStep], seen: Callable[[StepResul
     for number, result in run(steps):
         results[number] = result
         seen(result)
+    # the message is that of one process, whichever part was read first
     in_order = [results[number] for number in sorted(results)]
     if wrong := next((result for result in in_order if result.problems), None):
         raise DataError(wrong.problems)

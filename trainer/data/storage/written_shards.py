@@ -57,6 +57,7 @@ def _manifest(recipe: Recipe, key: str, labels: Collection[str], written: Writte
     sizes = [rows.trained for rows in written.ranges[: len(data.mixture)]]
     if 0 in sizes:
         raise DataError(f"{data.mixture[sizes.index(0)].source} holds no row to train on")
+    # behind all checks, because joining parts writes every row once more
     files = written.finish()
     # what only the whole file reads, such as text, is stored for evaluation only
     file_columns = [column for column in recipe.source_columns if column not in recipe.trained_columns]

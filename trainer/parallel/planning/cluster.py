@@ -95,6 +95,7 @@ def group_of(axis: str, parallel: ParallelConfig, launch: LaunchConfig, cluster:
     ranks_per_host = cluster.ranks_per_host or (parallel.tensor if launch.hostfile else 0)
     if not ranks_per_host:
         return Group(size, 1)
+    # neighbours in a group are `stride` ranks apart
     near = min(size, max(1, ranks_per_host // stride))
     hosts = math.ceil(size / near)
     # a group that does not divide a host lies on two somewhere

@@ -115,6 +115,7 @@ def on_cluster(device: Device, cluster: Cluster) -> Device:
     """Return the device with the network of a cluster, where that is given."""
     return replace(
         device,
+        # what is given is the rate of the card, of which collectives reach a share
         network_bytes_per_s=cluster.network_bytes_per_s * LINK_SHARE or device.network_bytes_per_s,
         network_latency_s=cluster.latency_s or device.network_latency_s,
     )

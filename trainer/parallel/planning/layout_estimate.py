@@ -127,6 +127,7 @@ class Estimate:
         beside_s = sum(map(self.message_s, beside))
         if self.device.type != "cuda":
             return others_s + beside_s
+        # beside the last piece nothing is left to compute
         last_s = sum(self.message_s(sent) / sent.pieces for sent in beside)
         return others_s + max(beside_s - self._sending_s(), last_s)
 

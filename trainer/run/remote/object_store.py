@@ -47,6 +47,7 @@ class Folder:
         with self._explained():
             found = {path: path.stat().st_size for path in (self._root / below).rglob("*") if path.is_file()}
         shown = {path.relative_to(self._root).as_posix(): size for path, size in found.items()}
+        # those are still being written, or a killed process has left them
         return {name: size for name, size in shown.items() if not name.endswith(".partial")}
 
     def folders(self) -> list[str]:
@@ -192,6 +193,7 @@ class Bucket:
             try:
                 store.pipe_file(path, content, mode="create")
             except Exception as error:
+                # somebody else was faster, and the caller sees whose content is there
                 if not _exists_already(error):
                     raise
 
@@ -200,6 +202,7 @@ class Bucket:
         size = source.stat().st_size
         with self._opened(name, "written") as (store, path):
             store.put_file(str(source), path, **self._parts)
+            # fsspec could answer with the size of an older object that it has listed before
             store.invalidate_cache()
             # the answer to an upload does not prove that all of it arrived
             if (found := store.info(path)["size"]) != size:

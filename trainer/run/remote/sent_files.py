@@ -57,6 +57,7 @@ def segments(run: RunDir, sent: Mapping[str, StoredFile]) -> Iterator[tuple[str,
     with run.events.open("rb") as log:
         while True:
             log.seek(start)
+            # up to the end of a line, since a segment has whole lines
             content = log.read(SEGMENT_BYTES) + log.readline()
             # what a killed or a writing process has left of a line is sent when it is complete
             complete = content[: content.rfind(b"\n") + 1]

@@ -19,7 +19,7 @@ from prefect.states import Cancelled
 
 from onward.infra.job.job import Job, wait_until_free
 from onward.infra.job.launcher import LaunchError
-from onward.infra.job.slurm_jobs import allocation
+from onward.infra.job.slurm_jobs import batch_job
 from onward.tasks.attempts.attempt import Attempt, result_of
 from onward.tasks.attempts.attempt_failure import failure
 from onward.tasks.attempts.jobs import job_of
@@ -91,7 +91,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     if record is not None and record.status == "done":
         return record
     # its scheduler has signalled the ranks, and the flow ends as if it had been signalled, too
-    if ending.kind == "preempted" and allocation():
+    if ending.kind == "preempted" and not returned.said and batch_job():
         return Cancelled(message=BY_SIGTERM)
     # with a record the ranks saved in time; without one only the earlier checkpoints are left
     if ending.kind == "stopped" and record is not None:

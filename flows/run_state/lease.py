@@ -101,7 +101,8 @@ def _stamp_of_other_host(path: Path) -> Stamp | None:
     """Return the stamp of a lock that another host holds; None for any other one."""
     me = this_process()
     try:
-        with path.open("rb") as lock:
+        # on NFS only a file that is open for writing can be locked
+        with path.open("r+b") as lock:
             holder = json.loads(lock.read(1 << 16))
             found = os.fstat(lock.fileno())
             # of this host the kernel knows; earlier versions renew nothing

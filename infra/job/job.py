@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -185,7 +186,7 @@ class Job:
         ends_at = slurm_jobs.ends_at()
         while launcher.poll() is None:
             time.sleep(POLL_S)
-            if time.time() > ends_at - self.stop_limit_s() - LAST_S:
+            if ends_at < math.inf and time.time() > ends_at - self.stop_limit_s() - LAST_S:
                 ends_at = slurm_jobs.ends_at()  # somebody may have raised the limit
                 if time.time() > ends_at - self.stop_limit_s() - LAST_S:
                     return "out_of_time", _stop(launcher, self.stop_limit_s())
@@ -210,11 +211,10 @@ class Job:
                 silence_s = _said(self.heartbeat, "silence_s", silence_s)
             stopped.look()
             # between two long steps no file changes
-            goes_on = time.monotonic() - beat_at <= max(SILENT_S, 2.0 * _said(self.heartbeat, "step_s", 0.0))
-            if beats.lost() and goes_on:
+            if beats.lost():
+                if time.monotonic() - beat_at > max(SILENT_S, 2.0 * _said(self.heartbeat, "step_s", 0.0)):
+                    return "host_lost", _stop(launcher, 0)
                 beats.watch_again()
-            elif beats.lost():
-                return "host_lost", _stop(launcher, 0)
             if time.monotonic() - beat_at > (silence_s if started else self.start_timeout_s):
                 # a job that hangs cannot save
                 return "silent" if started else "start_timeout", _stop(launcher, 0)

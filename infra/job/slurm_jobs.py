@@ -15,10 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+import psutil
+
 ANSWER_S = 20.0
 """Longest time for the answer of a command: slurmctld may be busy, or away."""
-ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
-"""The states of jobs that Slurm does not start again."""
+ENDED = (
+    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED"),
+)
+"""The states of jobs that Slurm does not start again; one that is requeued is PENDING."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,22 @@ class SlurmError(Exception):
 
 def allocation(environment: Mapping[str, str] = os.environ) -> str:
     """Return the id of the job of Slurm in which this process runs; "" outside of one."""
-    return environment.get("SLURM_JOB_ID", "")
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    # one task of an array has the number of the array, which means all of its tasks
+    return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
 
 
 def batch_job(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the id of the job of Slurm of whose script this process is a part; "" also in a session of salloc."""
-    return allocation(environment) if environment.get("ENVIRONMENT") == "BATCH" else ""
+    """Return the id of the job of Slurm whose batch script this process is, by `exec`; "" for any other process.
+
+    Other programs of a job, such as a notebook server that a batch job starts, do not end or requeue all of it.
+    """
+    return allocation(environment) if environment.get("ENVIRONMENT") == "BATCH" and _is_script() else ""
+
+
+def _is_script() -> bool:
+    parent = psutil.Process().parent()
+    return parent is not None and parent.name() == "slurmstepd"
 
 
 def find(job: str) -> SlurmJob | None:

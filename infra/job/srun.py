@@ -63,10 +63,8 @@ class Srun:
                 "launch.launcher is 'slurm', but this process is in no job of Slurm (SLURM_JOB_ID is not set); send "
                 "it by `onward submit CONFIG --on slurm`, or set launch.launcher = 'auto'"
             ]
-        # such as "4(x2),8": so many CPUs on each of two hosts, and on a third one
-        found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
-        cpus = sum(int(each) * int(hosts or 1) for each, hosts in found)
-        if found and cpus < ranks.num_ranks:
+        cpus = num_cpus(environment)
+        if 0 < cpus < ranks.num_ranks:
             return [
                 f"job {job} of Slurm has {cpus} CPU{'s' * (cpus > 1)}, but the job needs {ranks.num_ranks} ranks; ask "
                 f"sbatch for --ntasks={ranks.num_ranks}, or let mpirun start several ranks on a CPU: launch.launcher = "
@@ -99,7 +97,9 @@ class Srun:
         variables = {**with_settings(users, launcher.SETTINGS), "SLURM_EXPORT_ENV": "ALL"}
         # srun does not read what sbatch was asked for, and a rank would have one CPU
         if cpus := users.get("SLURM_CPUS_PER_TASK"):
-            variables.setdefault("SRUN_CPUS_PER_TASK", cpus)
+            # several ranks may share the CPUs of what sbatch calls one task
+            each = max(1, min(int(cpus), num_cpus(users) // ranks.num_ranks or int(cpus)))
+            variables.setdefault("SRUN_CPUS_PER_TASK", str(each))
         return variables
 
     def read_ending(self, output: str, returncode: int | None = None) -> LauncherEnding:
@@ -139,3 +139,10 @@ def _takes_pmix(program: Path) -> bool:
         return False
     # versions of Slurm print the list on different ones of the two
     return "pmix" in f"{listed.stdout} {listed.stderr}".split()
+
+
+def num_cpus(environment: Mapping[str, str]) -> int:
+    """Return how many CPUs the job of Slurm has on all of its hosts; 0 where that is not known."""
+    # such as "4(x2),8": so many CPUs on each of two hosts, and on a third one
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    return sum(int(each) * int(hosts or 1) for each, hosts in found)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from onward.infra.job.hosts import read_hostfile, silence, silent_hosts
 from onward.infra.job.job import Outcome, now_ms, num_oom_kills
 from onward.infra.job.launcher import LaunchError
-from onward.infra.job.slurm_jobs import allocation
+from onward.infra.job.slurm_jobs import allocation, batch_job
 from onward.tasks.attempts.attempt_failure import log_tail, record_first_ending
 from onward.tasks.attempts.attempt_kind import Evidence, classify, sentence_of
 from onward.tasks.attempts.hang import record_hang
@@ -126,7 +126,7 @@ class Attempt:
             kind,
             sentence_of(evidence),
             # what Slurm ends it starts again, with all of the job; a retry would be ended with it
-            by_itself=not (kind == "preempted" and allocation()),
+            by_itself=not (kind == "preempted" and not asked and batch_job()),
             result=result,
             error=error,
             silent=silent,

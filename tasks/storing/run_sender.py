@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
+from onward.infra.job import slurm_jobs
 from onward.tasks.shown.mlflow_outages import Outage
 from onward.tasks.shown.task_logger import Log
 from onward.tasks.storing.named_inputs import data_of_this_machine
@@ -42,6 +43,8 @@ RETRY_S = 2.0
 """The same while the store is away."""
 PATIENCE_S = 60.0
 """Seconds that the end of a run waits for a store that does not answer."""
+LAST_S = 30.0
+"""Time that a flow needs to end behind that, before the end of a job of Slurm."""
 
 
 def begin_sending(run: RunDir, store: str, log: Log) -> None:
@@ -128,15 +131,16 @@ class RunSender:
         self._closing.set()
         self._changed.set()
         deadline = time.monotonic() + patience_s
+        ends_at = slurm_jobs.ends_at()
         # with progress it takes as long as it takes: what is not stored is lost with this disk
         while not self._done.wait(0.2):
             if self._outage.error is None:
                 deadline = time.monotonic() + patience_s
-            if time.monotonic() > deadline:
+            # a job of Slurm that ends meanwhile would not be started again; the next start sends the rest
+            if time.monotonic() > deadline or time.time() > ends_at - LAST_S:
                 self._log.error(
-                    "not everything is in the store %s, to which nothing could be sent for %.0f s; `onward resume` "
-                    "sends the rest: %s",
-                    *(self.sending.url if self.sending else "", patience_s, self._outage.error),
+                    "not everything is in the store %s, and `onward resume` sends the rest: %s",
+                    *(self.sending.url if self.sending else "", self._outage.error or "the job of Slurm ends"),
                 )
                 self._abandon()
                 return False

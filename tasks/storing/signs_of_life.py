@@ -24,7 +24,7 @@ def signs_of_life(run: RunDir) -> Iterator[None]:
         count = time.time_ns()  # that no former flow of the run has written
         pause_s = 0.0
         while not ends.wait(pause_s):
-            pause_s = 0.5
+            pause_s = 2.0  # most runs have no store, and this costs them next to nothing
             if not record_in(run).exists():
                 continue
             # also after an error: a store that is away is reported by whoever sends, and whatever else happens, a

@@ -125,7 +125,8 @@ def test_a_job_that_a_signal_of_slurm_has_ended_is_requeued(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("ENVIRONMENT", "BATCH" if is_batch else "")
+    monkeypatch.setenv("ENVIRONMENT", "BATCH")
+    monkeypatch.setattr(slurm_jobs, "_is_script", lambda: is_batch)
     with pytest.raises(SystemExit), requeued("d1"):
         raise SystemExit(status)
     asked = tmp_path / "asked"

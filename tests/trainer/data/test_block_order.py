@@ -139,7 +139,7 @@ def test_each_window_is_read_once_before_it_begins(tmp_path: Path, monkeypatch: 
     order = stream(shards.num_rows, 64)
     asked: list[set[int]] = []
 
-    def read_ahead_of(firsts: Any, count: int) -> None:
+    def read_ahead_of(firsts: Any, count: int, is_over: object) -> None:
         asked.append({row for first in firsts.tolist() for row in range(first, first + count)})
 
     monkeypatch.setattr(shards, "read_ahead_of", read_ahead_of)

@@ -82,6 +82,11 @@ class SampleStream:
         return self._rows_at(slots, np.full(len(slots), epoch)), ranges.length
 
     @property
+    def is_shuffled(self) -> bool:
+        """Whether the samples are in another order than the rows."""
+        return self._shuffle
+
+    @property
     def window(self) -> int:
         """Return how many positions of an epoch have rows that are read together; 0 = all."""
         return self._block * WINDOW_BLOCKS

@@ -2,18 +2,23 @@
 
 shards that fit in memory     all files from their beginnings to their ends, once, beside the first steps
 train.shuffle = "blocks"      the blocks of the next window, while one is trained on
-other orders                  nothing ahead; of each row its pages alone, and nothing around them
+small rows, shuffled          nothing ahead; of each row its pages alone, and nothing around them
+all else                      as the kernel reads by itself: ahead where the rows, or their pages, follow each other
 
 Which of them it is depends on the memory of this host; the samples do not.
 """
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from onward.trainer.data.batches.sample_stream import SampleStream
 from onward.trainer.data.storage.shard_space import fits_in_memory
 from onward.trainer.data.storage.shards import Shards
+
+SMALL_ROW = 64 << 10
+"""Bytes. Of a larger row the kernel reads most in one go, which it does not where it reads nothing around a page."""
 
 
 class ShardReadAhead:
@@ -23,13 +28,14 @@ class ShardReadAhead:
         self._shards = shards
         self._stream = stream
         self._thread = ThreadPoolExecutor(1, "read-ahead")
+        self._ended = threading.Event()
         self._windows: set[int] = set()
         self._reading: list[Future[None]] = []
         fits = fits_in_memory(shards.size_bytes)
         self._in_windows = bool(stream.window) and not fits
         if fits:
-            self._reading.append(self._thread.submit(shards.read_ahead))
-        elif not self._in_windows:
+            self._reading.append(self._thread.submit(shards.read_ahead, self._ended.is_set))
+        elif not self._in_windows and stream.is_shuffled and shards.size_bytes <= SMALL_ROW * shards.num_rows:
             shards.read_nothing_around()
 
     def reach(self, position: int) -> None:
@@ -55,7 +61,7 @@ class ShardReadAhead:
 
     def _read_window(self, position: int) -> None:
         firsts, count = self._stream.read_with(position)
-        self._shards.read_ahead_of(firsts, count)
+        self._shards.read_ahead_of(firsts, count, self._ended.is_set)
 
     def wait(self) -> None:
         """Wait until what was begun is read. Raises what the reading has raised."""
@@ -64,5 +70,6 @@ class ShardReadAhead:
         self._reading.clear()
 
     def close(self) -> None:
-        """End the thread; what it has not begun is not read."""
+        """End the thread; what it has not read is not read."""
+        self._ended.set()
         self._thread.shutdown(cancel_futures=True)

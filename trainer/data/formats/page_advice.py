@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ def advise_random(address: int, size: int) -> None:
     _advise(address, size, mmap.MADV_RANDOM)
 
 
-def advise_file(path: Path) -> None:
-    """Let the kernel read a file from its beginning to its end. Raises OSError."""
+def advise_file(path: Path, is_over: Callable[[], bool]) -> None:
+    """Let the kernel read a file from its beginning to its end, until `is_over`. Raises OSError."""
     with opened(path) as file:
         for start in range(0, path.stat().st_size, STEP_BYTES):
+            if is_over():
+                return
             os.posix_fadvise(file.fileno(), start, STEP_BYTES, os.POSIX_FADV_WILLNEED)
 
 

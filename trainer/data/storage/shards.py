@@ -225,16 +225,18 @@ class Shards:
         """From now on read only the pages of the rows that are asked for, and none around them."""
         self._reads_around = False
 
-    def read_ahead(self) -> None:
-        """Let the kernel read all files of the split, from their beginnings to their ends."""
+    def read_ahead(self, is_over: Callable[[], bool]) -> None:
+        """Let the kernel read all files of the split, from their beginnings to their ends, until `is_over`."""
         for file in self._files:
             # an error is raised where the rows are read
             with suppress(OSError):
-                advise_file(self._directory / file.name)
+                advise_file(self._directory / file.name, is_over)
 
-    def read_ahead_of(self, firsts: Array, count: int) -> None:
-        """Let the kernel read ranges of `count` rows of the split; firsts: the first rows, int64 [n]."""
+    def read_ahead_of(self, firsts: Array, count: int, is_over: Callable[[], bool]) -> None:
+        """Let the kernel read ranges of `count` rows, until `is_over`; firsts: their first rows, int64 [n]."""
         for first in np.sort(firsts).tolist():
+            if is_over():
+                return
             end = min(first + count, int(self._starts[-1]))
             numbers = np.searchsorted(self._starts, [first, end - 1], side="right") - 1
             for number in range(numbers[0], numbers[1] + 1):

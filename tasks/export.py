@@ -12,6 +12,7 @@ The exported file stays whatever happens to MLflow afterwards; `onward resume` r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
@@ -50,14 +51,14 @@ from onward.trainer.errors import (
     RuntimeUnavailable,
     StorageUnavailable,
 )
-from onward.trainer.onnx_graph.files.whole_models import FOLDER_PREFIX, copies_under
+from onward.trainer.onnx_graph.files.whole_models import FOLDER_PREFIX, copies_under, data_file_of, stale_data
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import durable_file, remove_partials
 from onward.trainer.run.export_folder import changes_in, example_in, samples_in, variant_in
 from onward.trainer.run.history import RunHistory
 from onward.trainer.run.outcomes.refusals import refusal_in, refusal_of
 from onward.trainer.run.outcomes.storage import says_storage, storage_error
-from onward.trainer.run.recorded.exported_files import remember
+from onward.trainer.run.recorded.exported_files import not_ours, remember
 from onward.trainer.run.records import (
     CheckpointInfo,
     ExportedModel,
@@ -274,7 +275,8 @@ def copy_to(
 
     `source`: the original model; neither it nor weight files of other models are overwritten. `overwrite`: whether
     other files are that no export has written. `temporary`: the copy is not to be found again by a later export. Raises
-    RuntimeUnavailable when a file cannot or must not be written.
+    RuntimeUnavailable when a file cannot or must not be written. A variant in two files whose copy is cut off may be
+    absent then, but is never a model beside the data of another.
     """
     folder = target.parent
     written = [variant for variant in exported.variants if variant.path]
@@ -295,9 +297,15 @@ def copy_to(
         all_copies = {**copied_variants, **copies}
         if not overwrite and (problems := files_in_the_way(target, others=all_copies.values())):
             raise RuntimeUnavailable(f"the exported file stays at {exported.path}: {why}" for why in problems)
+        models = {data_file_of(places[variant.kind]): places[variant.kind] for variant in written if variant.data}
+        # found now, while the former variants are there, and removed when nothing needs them
+        former = [stale_data(places[each.kind], each.path) for each in written if each.path]
+        stale = {data for data in former if data}
         # The model itself last: when it is there, all its files are.
         for file, place in {**all_copies, exported.path: target}.items():
-            _copy(file, place, temporary=temporary)
+            _copy(file, place, temporary=temporary, model=models.get(place))
+    for data in stale.difference(all_copies.values()):
+        _remove_stale(data)
 
     def copied(files: Sequence[Path]) -> tuple[Path, ...]:
         return tuple(copies[file] for file in files)
@@ -318,7 +326,8 @@ def copy_to(
     return exported.model_copy(update=moved)
 
 
-def _copy(file: Path, place: Path, *, temporary: bool) -> None:
+def _copy(file: Path, place: Path, *, temporary: bool, model: Path | None) -> None:
+    """Copy a file to `place`. model: the one whose data file that is, None if it is no data file."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         if not temporary:
@@ -327,9 +336,20 @@ def _copy(file: Path, place: Path, *, temporary: bool) -> None:
         remove_partials(place)
         with durable_file(place) as partial:
             shutil.copyfile(file, partial)
+            # not earlier than needed: beside the new data the old model would load with wrong weights
+            if model:
+                model.unlink(missing_ok=True)
     except OSError as error:
         why = f"cannot write the exported file to {place}: {error}"
         raise (storage_error(error, place) or RuntimeUnavailable(why)) from error
+
+
+def _remove_stale(data: Path) -> None:
+    """Remove the data file of a variant that has been replaced by one without, if an export has written it."""
+    # no model names it any more: one that cannot be removed takes space, and does no other harm
+    with contextlib.suppress(OSError):
+        if not not_ours([data]):
+            data.unlink()
 
 
 def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConfig) -> ExportedModel:

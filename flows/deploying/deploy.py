@@ -11,7 +11,7 @@ from typing import Any, cast
 from uuid import UUID
 
 from onward.flows.deploying.deployment_limits import Limits, limits_of, record
-from onward.flows.deploying.signed_limits import KEY
+from onward.flows.deploying.signed_limits import KEY, refuse_unpublishable
 from onward.flows.deploying.work_pool import START, pool_of, problem_of_pool, template_file
 from onward.flows.form import short_form
 from onward.infra.mlflow.mlflow_store import without_password
@@ -68,7 +68,7 @@ def deploy(
     `allowed`: directories whose files they may use besides those that the configuration names. `all_waiting`: whether
     every scheduled run that waits for a running one starts after it, and not the newest alone. `place`: where runs
     execute. Needs a reachable Prefect server. Raises RuntimeUnavailable when the server has no work pool for it,
-    ConfigError for an invalid `cron` and for directories that cannot be allowed.
+    ConfigError for an invalid `cron`, for directories that cannot be allowed and for limits that cannot be stored.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentUpdate
@@ -91,6 +91,8 @@ def deploy(
     config = config.model_copy(update={"monitor": with_tracking_uri(config.monitor)})
     job_variables = _job_variables(place)
     limits = limits_of(name, dict(config), allowed, all_waiting=all_waiting)
+    # before anything changes in Prefect: a deployment without its limits would be scheduled, and its runs refused
+    refuse_unpublishable(limits.model_dump_json())
     # As JSON, which Prefect stores. What has its default is left out, so that the parameters of a run fit a screen.
     parameters: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
     deployment = train_onnx.to_deployment(
@@ -139,7 +141,7 @@ def _job_variables(place: Place) -> dict[str, Any]:
             raise ConfigError(f"--image {place.image}: runs of the work pool {place.pool!r} are processes")
         return {}
     # A container uses the same home, because the runs are stored there; with signed limits it may have its own.
-    home = {} if KEY in os.environ else {"ONWARD_HOME": str(onward_home())}
+    home = {} if os.environ.get(KEY) else {"ONWARD_HOME": str(onward_home())}
     return {"env": {**CLIENT_SETTINGS, **home}, **({"image": place.image} if place.image else {})}
 
 

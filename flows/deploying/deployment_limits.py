@@ -119,15 +119,17 @@ def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> dict[str, s
 
 def _limits(deployment_id: str) -> Limits | None:
     """Return what runs of a deployment may use; None if nothing says so. An absent or damaged record allows nothing."""
+    # first: another machine may have deployed again since the record was written in this home
+    if published := published_limits(deployment_id):
+        return Limits.model_validate_json(published)
     path = _record(deployment_id)
-    if path.exists():
-        try:
-            return read_record(path, Limits)
-        except OnwardError:
-            what = "the record of what runs of this deployment may use"
-            raise ConfigError(f"{path}, {what}, is damaged; {AGAIN}") from None
-    limits = published_limits(deployment_id)
-    return Limits.model_validate_json(limits) if limits else None
+    if not path.exists():
+        return None
+    try:
+        return read_record(path, Limits)
+    except OnwardError:
+        what = "the record of what runs of this deployment may use"
+        raise ConfigError(f"{path}, {what}, is damaged; {AGAIN}") from None
 
 
 def _outside(settings: Mapping[str, Any], limits: Limits) -> Iterator[str]:

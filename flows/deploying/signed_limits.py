@@ -22,6 +22,15 @@ MOST_LETTERS = 4096
 """Of the limits: Prefect stores 5,000 letters in a variable."""
 
 
+def refuse_unpublishable(limits: str) -> None:
+    """Raise ConfigError if there is a key and it is too short, or the limits are too long to be stored in Prefect."""
+    if _key() and len(limits) > MOST_LETTERS:
+        raise ConfigError(
+            f"the limits of the deployment have {len(limits):,} letters, and Prefect takes {MOST_LETTERS:,}: name "
+            f"fewer directories, or deploy without {KEY} on a home that the worker shares"
+        )
+
+
 def publish_limits(deployment_id: str, limits: str) -> None:
     """Store the limits of a deployment in Prefect, if there is a key. Raises ConfigError for too long ones."""
     if not (key := _key()):
@@ -29,11 +38,7 @@ def publish_limits(deployment_id: str, limits: str) -> None:
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 
-    if len(limits) > MOST_LETTERS:
-        raise ConfigError(
-            f"the limits of the deployment have {len(limits):,} letters, and Prefect takes {MOST_LETTERS:,}: name "
-            f"fewer directories, or deploy without {KEY} on a home that the worker shares"
-        )
+    refuse_unpublishable(limits)
     value: Any = {"limits": limits, "signature": _signature(key, deployment_id, limits)}
     with get_client(sync_client=True) as client:
         name = _name(deployment_id)

@@ -43,7 +43,8 @@ class CheckpointTimes(Record):
     best_loss: float = 0.0
     """The share of the time that is lost with the best period."""
     period_s: float = 0.0
-    """The period of the configuration; 0 = it saves the last step only, or the time of a step is not known."""
+    """The shorter period of the configuration, by steps or by minutes; 0 = it saves the last step only, or by steps
+    alone, whose time is not known."""
     loss: float = 0.0
     """The share that is lost with it."""
 
@@ -66,7 +67,9 @@ def checkpoint_times(
     # one checkpoint is written at a time
     best_s = max(best_period(wait_s, failures_s), write_s)
     later_s = write_s - wait_s + restart_s
-    period_s = saving.period * step_s if saving.period else 60 * saving.minutes
+    # the training saves when either is due; 0 = not set, or the time of a step is not known
+    given = (saving.period * step_s, 60 * saving.minutes)
+    period_s = min((each for each in given if each > 0), default=0.0)
     return found.model_copy(
         update={
             "failures_every_s": failures_s,

@@ -122,11 +122,12 @@ class Attempt:
             asked=asked,
         )
         kind = classify(evidence)
+        by_slurm = kind == "preempted" and not asked and bool(batch_job())
         return self._write(
             kind,
             sentence_of(evidence),
             # what Slurm ends it starts again, with all of the job; a retry would be ended with it
-            by_itself=not (kind == "preempted" and not asked and batch_job()),
+            by_itself=not by_slurm,
             result=result,
             error=error,
             silent=silent,

@@ -220,3 +220,22 @@ def test_a_checkpoint_that_is_written_beside_the_training_waits_less_and_is_comp
     assert waits.period_s == 600.0
     never = checkpoint_times(CheckpointConfig(minutes=0.0), cluster, needs, ranks=1, copied=0, step_s=1.0)
     assert (never.period_s, never.loss) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("period", "minutes", "step_s", "period_s"),
+    [
+        (100, 10.0, 1.0, 100.0),
+        (1000, 10.0, 1.0, 600.0),
+        (1000, 0.0, 1.0, 1000.0),
+        (1000, 10.0, 0.0, 600.0),
+        (1000, 0.0, 0.0, 0.0),
+    ],
+)
+def test_checkpoints_by_steps_and_by_minutes_are_as_far_apart_as_the_more_frequent_ones(
+    period: int, minutes: float, step_s: float, period_s: float
+) -> None:
+    saving = CheckpointConfig(period=period, minutes=minutes)
+    cluster = Cluster(storage_bytes_per_s=1e9, failures_every_s=6 * HOUR)
+    needs = Needs(rank_bytes=0, activation_bytes=0, checkpoint_bytes=10**9, model_bytes=0)
+    assert checkpoint_times(saving, cluster, needs, ranks=1, copied=0, step_s=step_s).period_s == period_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -298,24 +299,21 @@ def test_external_data_is_copied_into_the_same_subdirectory_and_what_describes_i
     assert copied.preprocessing[0].read_text() == "{}"
 
 
-def test_a_variant_with_a_data_file_is_copied_under_a_new_name_and_still_loads(tmp_path: Path) -> None:
-    model = tiny_mlp()
-    folder = tmp_path / "export"
+def with_a_variant(folder: Path, model: onnx.ModelProto, *, most: int) -> ExportedModel:
+    """Write an exported file and its variant `fp16`, which has a data file if it has more than `most` bytes."""
     folder.mkdir()
     (folder / "model.onnx").write_bytes(model.SerializeToString())
-    data = write_whole(model, folder / "model.fp16.onnx", most=100)
-    variant = Variant(
-        kind="fp16",
-        path=folder / "model.fp16.onnx",
-        data=data,
-        bytes=1,
-        size_ratio=1,
-        latency_ratio=1,
-        metrics={},
-    )
-    exported = ExportedModel(
+    path = folder / "model.fp16.onnx"
+    data = write_whole(model, path, most=most)
+    variant = Variant(kind="fp16", path=path, data=data, bytes=1, size_ratio=1, latency_ratio=1, metrics={})
+    return ExportedModel(
         path=folder / "model.onnx", sha256="", step=1, parity=0, before={}, after={}, changed=0, variants=(variant,)
     )
+
+
+def test_a_variant_with_a_data_file_is_copied_under_a_new_name_and_still_loads(tmp_path: Path) -> None:
+    model = tiny_mlp()
+    exported = with_a_variant(tmp_path / "export", model, most=100)
     # twice: the second copy replaces the first
     for _ in range(2):
         copied = task.copy_to(tmp_path / "out" / "a.onnx", exported, source=tmp_path / "given.onnx")
@@ -327,6 +325,51 @@ def test_a_variant_with_a_data_file_is_copied_under_a_new_name_and_still_loads(t
     (tmp_path / "out" / "a.fp16.onnx.data").write_bytes(b"of somebody")
     with pytest.raises(RuntimeUnavailable, match="no export has left it so"):
         task.copy_to(tmp_path / "out" / "a.onnx", exported, source=tmp_path / "given.onnx")
+
+
+def test_a_copy_that_is_cut_off_leaves_no_variant_beside_the_data_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = with_a_variant(tmp_path / "old", tiny_mlp(hidden=512, seed=1), most=100)
+    new = with_a_variant(tmp_path / "new", tiny_mlp(hidden=512, seed=2), most=100)
+    target, source = tmp_path / "out" / "a.onnx", tmp_path / "given.onnx"
+    copied, data = target.with_name("a.fp16.onnx"), target.with_name("a.fp16.onnx.data")
+    task.copy_to(target, old, source=source)
+    before = data.read_bytes()
+    copy = shutil.copyfile
+
+    def die(name: str) -> None:
+        def copyfile(file: Path, place: Path) -> Path:
+            if place.name == f".{name}.{os.getpid()}.partial":
+                raise KeyboardInterrupt
+            return copy(file, place)
+
+        monkeypatch.setattr(shutil, "copyfile", copyfile)
+        with pytest.raises(KeyboardInterrupt):
+            task.copy_to(target, new, source=source)
+        monkeypatch.setattr(shutil, "copyfile", copy)
+
+    die(data.name)
+    assert (copied.exists(), data.read_bytes()) == (True, before), "both are the old ones"
+    die(copied.name)
+    assert not copied.exists()
+    assert data.read_bytes() != before
+    task.copy_to(target, new, source=source)
+    onnx.load(copied)
+
+
+def test_the_data_file_of_a_variant_goes_with_it_unless_somebody_has_changed_it(tmp_path: Path) -> None:
+    two_files = with_a_variant(tmp_path / "two", tiny_mlp(hidden=512), most=100)
+    one_file = with_a_variant(tmp_path / "one", tiny_mlp(hidden=512), most=10**9)
+    target, source = tmp_path / "out" / "a.onnx", tmp_path / "given.onnx"
+    data = target.with_name("a.fp16.onnx.data")
+    task.copy_to(target, two_files, source=source)
+    task.copy_to(target, one_file, source=source)
+    assert {file.name for file in target.parent.iterdir()} == {"a.onnx", "a.fp16.onnx"}
+    task.copy_to(target, two_files, source=source)
+    data.write_bytes(data.read_bytes() + b"of somebody")
+    task.copy_to(target, one_file, source=source)
+    assert data.read_bytes().endswith(b"of somebody")
 
 
 # -- a refused one

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from onward.flows.deploying import deployment_limits
 from onward.flows.deploying.deployment_limits import check_limits, limits_of, record
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.losses import LossConfig
@@ -181,3 +182,20 @@ def test_without_a_readable_record_nothing_runs(place: Path) -> None:
     (place / "home" / "deployments" / "id.json").write_text("{")
     with pytest.raises(ConfigError, match="is damaged"):
         check_limits("id", settings(place))
+
+
+# -- signed ones; test_other_pools.py has those of a real server
+
+
+def test_signed_limits_count_and_not_an_older_record_in_this_home(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record("id", limits_of("nightly", settings(place)))
+    signed = {"id": limits_of("nightly", settings(place), [str(place / "elsewhere")]).model_dump_json()}
+    monkeypatch.setattr(deployment_limits, "published_limits", lambda deployment: signed.get(deployment, ""))
+    elsewhere = settings(place, data__source=str(place / "elsewhere" / "private.npz"))
+    check_limits("id", elsewhere)
+    (place / "home" / "deployments" / "id.json").write_text("{")
+    check_limits("id", elsewhere)
+    record("id", limits_of("nightly", settings(place)))
+    signed.clear()
+    with pytest.raises(ConfigError, match="is not below"):
+        check_limits("id", elsewhere)

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import VariableUpdate, WorkPoolCreate
+from prefect.exceptions import ObjectNotFound
 from prefect.testing.utilities import prefect_test_harness
 
-from onward.flows.deploying.deploy import Place, deploy
+from onward.flows.deploying import signed_limits
+from onward.flows.deploying.deploy import Place, _job_variables, deploy
 from onward.flows.deploying.deployment_limits import check_limits, forget, waits_for_all
 from onward.flows.deploying.signed_limits import KEY
 from onward.flows.deploying.work_pool import closed_template
@@ -119,3 +121,23 @@ def test_signed_limits_are_those_of_an_empty_home_and_nobody_without_the_key_cha
     forget(first)
     with pytest.raises(ConfigError, match="does not exist"):
         check_limits(first, dict(config))
+
+
+@pytest.mark.parametrize(("key", "why"), [(SECRET, "letters, and Prefect takes 10"), ("short", "has 5 letters")])
+def test_limits_that_cannot_be_signed_are_refused_before_anything_is_deployed(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, key: str, why: str
+) -> None:
+    monkeypatch.setattr(signed_limits, "MOST_LETTERS", 10)
+    monkeypatch.setenv(KEY, key)
+    with pytest.raises(ConfigError, match=why):
+        deploy(config, "refused", place=Place(pool="gpus"))
+    with get_client(sync_client=True) as client, pytest.raises(ObjectNotFound):
+        client.read_deployment_by_name("train-onnx/refused")
+
+
+@pytest.mark.parametrize(("key", "has_home"), [("", True), (SECRET, False)])
+def test_containers_use_this_home_without_a_key_and_an_empty_one_is_none(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, key: str, has_home: bool
+) -> None:
+    monkeypatch.setenv(KEY, key)
+    assert ("ONWARD_HOME" in _job_variables(Place(pool="boxes"))["env"]) == has_home

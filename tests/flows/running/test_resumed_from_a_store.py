@@ -71,6 +71,7 @@ def test_a_run_whose_machine_is_lost_goes_on_elsewhere_with_the_same_bits(worksh
 
     until(is_stored, limit_s=900)
     kill_all_of(workshop, first.pid)
+    first.communicate()
     promised = max(read_record(record_in(run), Sending).stored)
     (workshop.root / "home").rename(workshop.root / "lost")
     (workshop.root / "model.onnx").rename(workshop.root / "lost-model.onnx")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.storage import known_content, sharding, shards
-from onward.trainer.data.storage.known_content import once_read
+from onward.trainer.data.storage.known_content import forget, once_read
+from onward.trainer.data.storage.recipe import Recipe, stored_columns
 from onward.trainer.run import durable_files
+from onward.trainer.run.directory import RunDir
 from tests.support.shards import make_shards
 
 
@@ -146,3 +149,57 @@ def test_source_and_shards_are_read_whole_once(large: Path, tmp_path: Path, dige
     rewrite(first[0] / "train-00001.arrow", 1000, b"????")
     assert make_shards(data, None, tmp_path / "cache") == (*first[:2], False)
     assert "train-00001.arrow" in digests
+
+
+def test_what_is_found_damaged_is_known_no_longer(
+    large: Path, tmp_path: Path, digests: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = DataConfig(source=str(large))
+    recipe = Recipe(data, stored_columns(data, None), ())
+    cache, run = tmp_path / "cache", RunDir(tmp_path / "run")
+    directory, manifest, _ = sharding.shard(recipe, cache)
+    run.root.mkdir()
+    run.shards.symlink_to(directory)
+    time.sleep(0.1)
+    # what a run would give
+    monkeypatch.setattr(sharding, "read_config", lambda run: SimpleNamespace(model=None, data=data))
+    monkeypatch.setattr(sharding, "read_training_signature", lambda model: None)
+    monkeypatch.setattr(sharding, "recipe_of", lambda config, signature: recipe)
+
+    def results() -> list[str]:
+        return [each.result for each in sharding.check_data(run)]
+
+    def read_by_the_next_run() -> set[str]:
+        digests.clear()
+        assert sharding.shard(recipe, cache) == (directory, manifest, True)
+        return {name.partition("-")[0] for name in digests}
+
+    assert read_by_the_next_run() == {"train", "evaluation"}
+    assert results() == ["as written", "as sharded"]
+    assert read_by_the_next_run() == set()
+    # bits that flip on the disk change no time
+    for module, expected, read in (
+        (shards, ["differ", "as sharded"], {"train", "evaluation"}),
+        (sharding, ["as written", "differs"], {"large.npz"}),
+    ):
+        with monkeypatch.context() as flipped:
+            flipped.setattr(module, "sha256", lambda path: "0" * 64)
+            assert results() == expected
+        assert read_by_the_next_run() == read
+        assert read_by_the_next_run() == set()
+
+
+def test_a_record_that_may_not_be_removed_is_named(
+    large: Path, reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, **_: bool) -> None:
+        raise PermissionError("not yours")
+
+    (known,) = (tmp_path / ".known").iterdir()
+    with monkeypatch.context() as of_another:
+        of_another.setattr(Path, "unlink", refuse)
+        forget(tmp_path / ".known", "source", [large])
+    assert f"{known} still says that these files did not change; remove it: not yours" in caplog.text
+    forget(tmp_path / ".known", "source", [large])
+    reads.again()
+    assert reads.number == 2

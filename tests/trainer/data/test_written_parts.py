@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,10 +25,13 @@ import pytest
 from onward.trainer.config.sections.data import DataConfig, SourceConfig
 from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.data.formats import arrow_files, table_readers
+from onward.trainer.data.images import image_sources
+from onward.trainer.data.reading import source_parts
 from onward.trainer.data.schema.columns import ColumnType
 from onward.trainer.data.storage import part_processes, written_parts
 from onward.trainer.data.storage.part_processes import PartProcesses
 from onward.trainer.data.storage.recipe import Recipe, stored_columns
+from onward.trainer.data.storage.shard_space import shard_bytes
 from onward.trainer.data.storage.sharding import shard
 from onward.trainer.data.storage.written_parts import PartMaker, PartStep, RunSteps, StepResult
 from onward.trainer.errors import DataError, RuntimeUnavailable
@@ -187,6 +192,20 @@ def test_a_stratified_split_divides_no_file(tmp_path: Path) -> None:
     compare(tmp_path, data, {"x": FLOAT, "label": LABEL})
 
 
+def test_a_stratified_split_of_class_folders_divides_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (source_parts, image_sources):
+        monkeypatch.setattr(module, "PART_ROWS", 16)
+    for name in ("0", "1"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for at in range(100):
+            (tmp_path / "images" / name / f"{at:03d}.jpg").write_bytes(bytes([at]) * BLOCK)
+    settings = {"source": str(tmp_path / "images"), "image": {}, "rows_per_shard": 16}
+    for number, split in enumerate(("random", "stratified")):
+        (tmp_path / split).mkdir()
+        data = DataConfig.model_validate({**settings, "split": split})
+        compare(tmp_path / split, data, {"image": ColumnType("bytes"), "label": TEXT}, least=1 if number else 4)
+
+
 def test_bad_rows_are_named_as_one_process_names_them(tmp_path: Path) -> None:
     lines = [f"{x:.6f},oslo,{label}" for x, _, label in rows(1500)]
     for at in (100, 700, 701, 1400):
@@ -231,6 +250,55 @@ def test_one_process_is_enough_for_two_cores(
     assert written_parts.is_divided(recipe, PartProcesses()) is divided
     monkeypatch.setattr(written_parts, "LEAST_BYTES", 1000)
     assert not written_parts.is_divided(recipe, PartProcesses())
+
+
+def test_one_process_is_enough_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.csv").write_text("x\n1\n2\n")
+    data = DataConfig(source=str(tmp_path / "t.csv"))
+    recipe = Recipe(data, stored_columns(data, {"x": FLOAT}), ())
+    monkeypatch.setattr(part_processes, "usable_cores", lambda: 8)
+    for free, divided in ((8, True), (3, True), (2, False), (0, False)):
+        # what the container leaves, which may be less than what the host has
+        monkeypatch.setattr(part_processes, "free_host_memory", lambda free=free: free * part_processes.PROCESS_BYTES)
+        assert written_parts.is_divided(recipe, PartProcesses()) is divided
+
+
+def test_one_process_writes_where_shards_and_parts_do_not_fit_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    np.savez(tmp_path / "t.npz", x=np.zeros((3000, 8), np.float32))
+    data = DataConfig(source=str(tmp_path / "t.npz"))
+    recipe = Recipe(data, stored_columns(data, {"x": ColumnType("float32", (8,))}), ())
+    size = shard_bytes(recipe)
+    for free, divided in ((2 * size, True), (2 * size - 1, False), (size, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        runner = Shuffled()
+        caplog.clear()
+        shard(recipe, tmp_path / str(free), runner=runner)
+        assert bool(runner.made) is divided
+        assert ("written by this process alone" in caplog.text) is not divided
+
+
+def test_a_process_that_was_taken_for_lost_and_still_writes_does_not_disturb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez(tmp_path / "t.npz", x=np.zeros((3000, 8), np.float32))
+    data = DataConfig(source=str(tmp_path / "t.npz"))
+    recipe = Recipe(data, stored_columns(data, {"x": ColumnType("float32", (8,))}), ())
+    alone, _, _ = shard(recipe, tmp_path / "alone", runner=ALONE)
+    unlink = os.unlink
+
+    def unlink_and_write(path: Any, *, dir_fd: int | None = None) -> None:
+        unlink(path, dir_fd=dir_fd)
+        if path == "job.json":
+            os.close(os.open("late", os.O_CREAT | os.O_WRONLY, dir_fd=dir_fd))
+
+    monkeypatch.setattr(os, "unlink", unlink_and_write)
+    parts, _, _ = shard(recipe, tmp_path / "parts", runner=Shuffled())
+    assert content(parts) == content(alone)
+    # a later job removes what is left
+    (left,) = (tmp_path / "parts").glob(".*.partial")
+    assert [path.name for path in left.iterdir()] == ["late"]
 
 
 # -- other processes

@@ -67,7 +67,9 @@ def _divided_files(
     sizes = [path.stat().st_size for _, path in source.files]
     if source.data_format.path_column:
         # the class and the mask of a file are found with all files of the source
-        places = _groups_of_rows(len(sizes), sum(sizes), part_bytes)
+        whole = [0, len(sizes)]
+        # a stratified split counts the rows of a class over all of these files, as if they were one
+        places = whole if whole_files else _groups_of_rows(len(sizes), sum(sizes), part_bytes)
         for begin, end in pairwise(places):
             yield (0, len(sizes)), FilePart(begin=begin, end=end)
         return

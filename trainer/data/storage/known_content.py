@@ -6,13 +6,14 @@ A fingerprint has the name, size, inode, and times of each file, and some kiloby
 the time of a change (ctime) at each write and offers no call to set it back, as it does for the time of modification.
 So only content that changes below the file system stays unnoticed where it is in no sample: flipped bits of a disk,
 which `onward verify` finds, and writes on file systems that keep no such time. Files are also read again where a copy,
-a rename or a change of permissions gave them another time or inode.
+a rename or a change of permissions gave them another time or inode, and after `onward verify` found them damaged.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ import numpy as np
 from onward.trainer.bounds import opened
 from onward.trainer.data.schema.permutation import hash_key, keyed_hash
 from onward.trainer.run.durable_files import write_durably
+
+log = logging.getLogger(__name__)
 
 CHEAP_BYTES = 256 << 20
 """Less than this is read again each time, in less than half a second."""
@@ -50,6 +53,16 @@ def once_read(known: Path, what: object, files: Sequence[Path], read: Callable[[
         if found and newest < began_at - UNSETTLED_S and _path(known, what, files) == path:
             write_durably(path, found.encode())
         return found
+
+
+def forget(known: Path, what: object, files: Sequence[Path]) -> None:
+    """Remove what `once_read` knows of these files, which were found to be others: it reads them again."""
+    if path := _path(known, what, files):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            # whoever checks the files of another user may not be allowed to, and still says what is wrong with them
+            log.warning("%s still says that these files did not change; remove it: %s", path, error)
 
 
 def known_before(known: Path, what: object, files: Sequence[Path]) -> bool:

@@ -21,13 +21,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
-import psutil
-
 from onward.trainer.data.images.image_computer import ImageComputer
 from onward.trainer.data.storage.recipe import Recipe
 from onward.trainer.data.storage.written_parts import PartMaker, PartStep, RunSteps, StepResult
 from onward.trainer.errors import RuntimeUnavailable
-from onward.trainer.run.machine.this_machine import usable_cores
+from onward.trainer.run.machine.this_machine import free_host_memory, usable_cores
 from onward.trainer.run.records import Record
 
 log = logging.getLogger(__name__)
@@ -67,7 +65,7 @@ class PartProcesses:
     def _num(self) -> int:
         if self.num:
             return self.num
-        num = min(usable_cores(), psutil.virtual_memory().available // PROCESS_BYTES)
+        num = min(usable_cores(), free_host_memory() // PROCESS_BYTES)
         return num if num >= LEAST_CORES else 1
 
     @contextmanager

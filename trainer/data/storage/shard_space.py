@@ -32,12 +32,12 @@ def fits_in_memory(size_bytes: int) -> bool:
     return size_bytes <= MEMORY_SHARE * free_host_memory()
 
 
-def check_space(directory: Path, recipe: Recipe, *, copies: int = 1) -> None:
-    """Raise StorageUnavailable if the shards will surely not fit into `directory`, so many times at once."""
-    estimate = shard_bytes(recipe) * copies
+def check_space(directory: Path, recipe: Recipe) -> bool:
+    """Return whether the shards fit into `directory` twice. Raises StorageUnavailable if they surely do not once."""
+    estimate = shard_bytes(recipe)
     free = shutil.disk_usage(directory).free
     if free >= estimate:
-        return
+        return free >= 2 * estimate
     what = (
         f"the shards of {recipe.data.source} take about {mb(estimate)}, but {mb(free)} of disk are free "
         f"in {directory}; make room, or set ONWARD_HOME to a directory on a larger disk"
@@ -45,6 +45,7 @@ def check_space(directory: Path, recipe: Recipe, *, copies: int = 1) -> None:
     if free < estimate / 2:
         raise StorageUnavailable(what)
     log.warning("%s", what)
+    return False
 
 
 def shard_bytes(recipe: Recipe) -> int:

@@ -36,7 +36,7 @@ from onward.trainer.data.schema.columns import MAX_NAMED_ROWS, Schema, fit_block
 from onward.trainer.data.schema.fitted import Fitted, all_fitted
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.files_of_cells import digests_of_named_files, naming_columns, outside_files
-from onward.trainer.data.storage.known_content import known_before, once_read
+from onward.trainer.data.storage.known_content import forget, known_before, once_read
 from onward.trainer.data.storage.label_statistics import with_label_statistics
 from onward.trainer.data.storage.part_processes import THIS_MACHINE
 from onward.trainer.data.storage.recipe import Recipe, recipe_of, stored_columns
@@ -146,9 +146,12 @@ def shard(
     for stale in cache.glob(".*.partial"):
         if time.time() - stale.stat().st_mtime > STALE_S:  # a younger one may be of a process that still writes
             shutil.rmtree(stale, ignore_errors=True)
+    fits_twice = check_space(cache, recipe)
     used = runner if is_divided(recipe, runner) else None
-    # parts are joined before they are removed
-    check_space(cache, recipe, copies=2 if used else 1)
+    if used and not fits_twice:
+        # parts are joined before they are removed
+        log.warning("the shards are written by this process alone: %s has no room for them and for parts", cache)
+        used = None
     # beside the final directory, because a rename is atomic only inside one file system
     partial = cache / f".{key}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
@@ -175,11 +178,14 @@ def cache_key(recipe: Recipe, cache: Path | None = None) -> str:
     # the files that cells name are found by reading the table
     if cache is None or naming_columns(recipe.data, recipe.columns):
         return read()
-    return once_read(cache / KNOWN, ["source", _key(recipe, located, {})], files, read)
+    return once_read(*_known_source(recipe, located, cache), read)
 
 
 def check_data(run: RunDir) -> tuple[CheckedData, ...]:
-    """Read every byte of the shards of a run, and of the source that they were made of. () if they are gone."""
+    """Read every byte of the shards of a run, and of the source that they were made of. () if they are gone.
+
+    What is found to be damaged is known no longer, so that the next run reads it, too.
+    """
     if not run.shards.is_dir():
         return ()
     config = read_config(run)
@@ -188,9 +194,17 @@ def check_data(run: RunDir) -> tuple[CheckedData, ...]:
         problems = tuple(damaged_files(run.shards, manifest))
     except OnwardError as error:
         return (CheckedData(name="shards", result="differ", problems=error.problems),)
+    # the run has a link to the directory in the cache
+    directory = run.shards.resolve()
+    if problems:
+        forget(*_known_shards(directory, manifest))
     shards = CheckedData(name="shards", result="differ" if problems else "as written", problems=problems)
     try:
-        key = cache_key(recipe_of(config, read_training_signature(config.model)))
+        recipe = recipe_of(config, read_training_signature(config.model))
+        key = cache_key(recipe)
+        # as in `cache_key`: of a table that names files nothing is known
+        if key != manifest.key and not naming_columns(recipe.data, recipe.columns):
+            forget(*_known_source(recipe, sources.all_sources(recipe.data), directory.parent))
     except (OnwardError, OSError) as error:
         # a source may be gone after it was sharded
         return shards, CheckedData(name="source", result=f"cannot be read: {error}")
@@ -203,10 +217,21 @@ def check_data(run: RunDir) -> tuple[CheckedData, ...]:
 def is_known(recipe: Recipe, cache: Path) -> bool:
     """Return whether `cache_key` reads none of the source's files, because their content is known."""
     located = sources.all_sources(recipe.data)
-    files = [path for source in located for _, path in source.files]
     if naming_columns(recipe.data, recipe.columns):
         return False
-    return known_before(cache / KNOWN, ["source", _key(recipe, located, {})], files)
+    return known_before(*_known_source(recipe, located, cache))
+
+
+def _known_source(recipe: Recipe, located: Sequence[sources.Source], cache: Path) -> tuple[Path, object, list[Path]]:
+    """Return by what the key of the sources is known, as `once_read` takes it."""
+    files = [path for source in located for _, path in source.files]
+    return cache / KNOWN, ["source", _key(recipe, located, {})], files
+
+
+def _known_shards(directory: Path, manifest: ShardManifest) -> tuple[Path, object, list[Path]]:
+    """Return by what shards are known to be intact, as `once_read` takes it."""
+    files = [directory / file.name for split in get_args(Split) for file in manifest.files(split)]
+    return directory.parent / KNOWN, ["shards", manifest.model_dump_json()], files
 
 
 def _digests(files: Sequence[Path]) -> dict[Path, str]:
@@ -274,8 +299,7 @@ def _damage(directory: Path, manifest: ShardManifest) -> list[str]:
         problems.extend(damaged_files(directory, manifest))
         return "" if problems else "intact"
 
-    files = [directory / file.name for split in get_args(Split) for file in manifest.files(split)]
-    once_read(directory.parent / KNOWN, ["shards", manifest.model_dump_json()], files, read)
+    once_read(*_known_shards(directory, manifest), read)
     return problems
 
 

@@ -338,7 +338,10 @@ def _written_rows(
         joined = _results(run, (PartStep(join=join) for join in joins), lambda _: None)
         for join, result in zip(joins, joined, strict=True):
             files[join.split] += result.files
-        shutil.rmtree(maker.folder)
+        # out of the shards first: a process that was taken for lost may still write here, so that something stays
+        done = maker.folder.parent.with_name(f".{uuid.uuid4().hex}.partial")
+        maker.folder.rename(done)
+        shutil.rmtree(done, ignore_errors=True)
         fsync(maker.folder.parent)
         return {split: tuple(files[split]) for split in counts}
 

@@ -20,8 +20,10 @@ import onnx
 from google.protobuf.message import Message  # type: ignore[import-untyped]
 from onnx import TensorProto
 
+from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.files.external_ranges import is_external
-from onward.trainer.onnx_graph.files.index import all_tensors
+from onward.trainer.onnx_graph.files.index import all_tensors, locations
+from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.run.durable_files import fsync
 
 MOST_BYTES = 2**31 - 2**20
@@ -75,7 +77,9 @@ def write_whole(model: onnx.ModelProto, path: Path, *, most: int = MOST_BYTES) -
 def whole_file(target: Path) -> Iterator[Path]:
     """Yield the path of a model to write, in a new folder beside `target`; then move it and its data file there.
 
-    After an exception `target` is as it was before. Names are final from the start: a model names its data file.
+    After an exception in the block `target` is as it was before. After one while the files are moved, or a crash then,
+    it may be absent if the new model has a data file, but never a model beside the data of another. Names are final
+    from the start: a model names its data file.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, dir=target.parent) as folder:
@@ -83,13 +87,29 @@ def whole_file(target: Path) -> Iterator[Path]:
         yield made
         fsync(made)
         data = data_file_of(made)
+        stale = stale_data(target, made)
         if data.exists():
             fsync(data)
             # first: beside the data of the new model the old one would load with wrong weights
             target.unlink(missing_ok=True)
             data.replace(data_file_of(target))
         made.replace(target)
+        # last: until then the old model needs it
+        if stale:
+            stale.unlink(missing_ok=True)
         fsync(target.parent)
+
+
+def stale_data(target: Path, made: Path) -> Path | None:
+    """Return the data file of the model at `target` if no model needs it once `made` has replaced that; else None.
+
+    A file that only has the name is not stale: it may be that of a model that was renamed.
+    """
+    data = data_file_of(target)
+    if data_file_of(made).exists() or not data.exists():
+        return None
+    # the new model may keep weights of the original in a file of that name
+    return data if _names(target, data.name) and not _names(made, data.name) else None
 
 
 def copies_under(place: Path, path: Path, data: Path | None, *, folder: Path) -> dict[Path, Path]:
@@ -108,6 +128,14 @@ def copies_under(place: Path, path: Path, data: Path | None, *, folder: Path) ->
     renamed.write_bytes(model.SerializeToString())
     # the weights first, which the other file names
     return {data: data_file_of(place), renamed: place}
+
+
+def _names(model: Path, data: str) -> bool:
+    """Return whether a model has weights in the file `data` beside it; False if it cannot be read."""
+    try:
+        return data in locations(read_model(model))
+    except (UnsupportedModel, OSError):
+        return False
 
 
 def _held_bytes(tensor: TensorProto) -> int:

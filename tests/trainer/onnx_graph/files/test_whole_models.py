@@ -101,6 +101,24 @@ def test_an_error_leaves_the_former_files_as_they_were(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+def test_a_data_file_goes_with_the_model_that_named_it_and_no_other_one_does(tmp_path: Path) -> None:
+    target, model = tmp_path / "m.onnx", graphs.tiny_conv_net()
+
+    def write(most: int) -> set[str]:
+        with whole_file(target) as made:
+            write_whole(model, made, most=most)
+        return {file.name for file in tmp_path.iterdir()}
+
+    assert write(1000) == {"m.onnx", "m.onnx.data"}
+    assert write(10**9) == {"m.onnx"}
+    # of a model that was renamed: neither the first new file nor the one that replaces it has anything to do with it
+    write(1000)
+    target.rename(tmp_path / "kept.onnx")
+    for _ in range(2):
+        assert write(10**9) == {"kept.onnx", "m.onnx", "m.onnx.data"}
+    onnx.checker.check_model(str(tmp_path / "kept.onnx"))
+
+
 def test_a_session_opens_a_model_that_does_not_fit_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     model = graphs.tiny_conv_net(num_classes=4, channels=1)
     feed = {model.graph.input[0].name: np.ones((2, 1, 8, 8), np.float32)}

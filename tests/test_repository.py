@@ -28,6 +28,9 @@ TOP_LEVEL = {
 """Names without a leading dot that may stand at the top level."""
 MOST_LINES = 400
 LONG_FILES = {
+    "flows/running/from_store.py": "what is compared before a run is claimed, and what is fetched then, in that order",
+    "infra/job/ray_ranks.py": "Ray sends a class by value, so the actor and its driver are in one module",
+    "tasks/export.py": "the delivery of several files, of which none may be beside those of another export",
     "trainer/onnx_import/ops/contributed/contrib.py": "the operators of one domain, a few lines each",
 }
 """Source files over MOST_LINES, with the reason. A file that has become shorter leaves this table."""
@@ -84,7 +87,7 @@ LONG_FUNCTIONS = {
     "flows/commands/inspection.py doctor": 62,  # options
     "flows/commands/submission.py submit": 61,  # options
     "flows/commands/servers.py deploy": 64,  # options
-    "flows/deploying/deploy.py deploy": 63,
+    "flows/deploying/deploy.py deploy": 65,  # what is refused before anything changes
     "flows/sweeps/making.py make_sweep": 72,
     "trainer/diagnostics/doctor.py diagnose": 72,
     "trainer/export/exported_model.py export": 95,

@@ -129,7 +129,7 @@ def test_every_attempt_leaves_a_record_of_its_ending_and_one_line_on_the_termina
         "attempt 1 ended at step 5: it was stopped as asked; `onward resume` continues it",
         f"attempt 2 ended at step 0: rank 1 on {host} was ended by SIGKILL: killed from outside: by a person, a job "
         "scheduler, or the out-of-memory killer of another host or container; it starts again from the beginning in "
-        "0.1 s, retry 1 of 2",
+        "0.5 s, retry 1 of 2",
         "attempt 3 ended at step 3: rank 0 on here failed: ConfigError: no weight matches 'conv*' no column 'pixels'; "
         "a retry would be refused again",
         "attempt 4 ended at step 8: the run is done; its last checkpoint is saved",

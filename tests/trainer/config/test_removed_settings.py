@@ -147,7 +147,16 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"graph": {"compile": True}}, {"graph.shapes": "static"}, {}),
     ({"graph": {"compile": False}}, {"graph.compile_mode": "default"}, {}),
     ({}, {f"launch.{name}_s": 7.0 for name in ("collective_timeout", "rehearsal_timeout", "storage_wait")}, {}),
-    ({}, {"launch.compile_timeout_s": 1.0, "monitor.cpu_peak": False, "monitor.summary_period": 9}, {}),
+    (
+        {},
+        {
+            "launch.compile_timeout_s": 1.0,
+            "launch.retry_delay_s": 7.0,
+            "monitor.cpu_peak": False,
+            "monitor.summary_period": 9,
+        },
+        {},
+    ),
     ({}, {"train.desync_check_period": 0}, {}),
     ({}, {"export.parity_batches": 9, "parallel.bucket_mib": 9, "parallel.vocabulary": False}, {}),
     ({}, {"optimizer.adafactor": {"clip": 2.0}, "optimizer.muon.steps": 7}, {}),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic_core import PydanticKnownError
 
 from onward.trainer.config.section import Decay, Fraction, Length, LengthOrZero, NonNegativeInt, Section
 
@@ -17,6 +18,16 @@ GREY_STD = (0.226,)
 """The means of those over the three channels."""
 
 Resampling = Literal["nearest", "bilinear", "bicubic", "lanczos", "box"]
+
+
+def _checked(flip: float | tuple[float, float]) -> float | tuple[float, float]:
+    for probability in flip if isinstance(flip, tuple) else (flip,):
+        # pydantic would name each member of the union in its message
+        if not 0.0 <= probability <= 1.0:
+            if probability < 0.0:
+                raise PydanticKnownError("greater_than_equal", {"ge": 0})
+            raise PydanticKnownError("less_than_equal", {"le": 1})
+    return flip
 
 
 class AugmentConfig(Section):
@@ -32,7 +43,7 @@ class AugmentConfig(Section):
     crop_padding: LengthOrZero = 0
     """Pixels of black border that are added on each side before a random crop of `size`; 4 is usual for images of
     32 x 32. 0 = none."""
-    flip: Fraction | tuple[Fraction, Fraction] = 0.0
+    flip: Annotated[float | tuple[float, float], AfterValidator(_checked)] = 0.0
     """Probability of a flip from left to right; 0.5 is usual. Two numbers: and of one from top to bottom."""
     rand_augment: Annotated[int, Field(ge=0, le=30)] = 0
     """Magnitude of RandAugment, two operations an image; 9 is usual. 0 = none."""

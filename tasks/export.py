@@ -300,12 +300,12 @@ def copy_to(
         models = {data_file_of(places[variant.kind]): places[variant.kind] for variant in written if variant.data}
         # found now, while the former variants are there, and removed when nothing needs them
         former = [stale_data(places[each.kind], each.path) for each in written if each.path]
-        stale = {data for data in former if data}
+        stale = {path for path in former if path is not None}
         # The model itself last: when it is there, all its files are.
         for file, place in {**all_copies, exported.path: target}.items():
             _copy(file, place, temporary=temporary, model=models.get(place))
-    for data in stale.difference(all_copies.values()):
-        _remove_stale(data)
+    for unused in stale.difference(all_copies.values()):
+        _remove_stale(unused)
 
     def copied(files: Sequence[Path]) -> tuple[Path, ...]:
         return tuple(copies[file] for file in files)

@@ -19,10 +19,10 @@ from prefect.cache_policies import NO_CACHE
 
 from onward.infra.job.hosts import silence
 from onward.infra.job.launcher import LaunchError
-from onward.tasks.attempts.jobs import chosen_launcher, job_of, launcher_of
 from onward.tasks.attempts.wait_before_retry import wait_for_hosts
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.tasks.checks.host_table import ask_hosts, files_of_ranks
+from onward.tasks.launching.jobs import chosen_launcher, job_of, launcher_of
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable

@@ -23,7 +23,6 @@ from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.resolve import write_resolved
 from onward.trainer.data.storage.first_rows import source_bytes
 from onward.trainer.data.storage.part_processes import THIS_MACHINE
-from onward.trainer.data.storage.shard_space import fits_in_memory
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.sharding_progress import speed
 from onward.trainer.data.storage.shards import ShardFile, ShardManifest, Split
@@ -31,6 +30,7 @@ from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import ConfigError
 from onward.trainer.quantities import mb
 from onward.trainer.run.directory import RunDir, onward_home, read_config
+from onward.trainer.run.machine.this_machine import fits_in_memory
 from onward.trainer.run.records import RunIdentity, read_record
 from onward.trainer.run.timing.phases import note_in_phase
 

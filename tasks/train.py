@@ -22,9 +22,9 @@ from onward.infra.job.launcher import LaunchError
 from onward.infra.job.slurm_jobs import batch_job
 from onward.tasks.attempts.attempt import Attempt, result_of
 from onward.tasks.attempts.attempt_failure import failure
-from onward.tasks.attempts.jobs import job_of
 from onward.tasks.attempts.returned_hosts import ReturnedHosts
 from onward.tasks.attempts.wait_before_retry import wait_until_ready
+from onward.tasks.launching.jobs import job_of
 from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import refuse_edited

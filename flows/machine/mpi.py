@@ -15,7 +15,7 @@ from onward.flows.machine.machine_findings import Finding
 from onward.infra.job.hosts import read_hostfile
 from onward.infra.job.launcher import LaunchError
 from onward.infra.job.mpirun import Mpirun
-from onward.tasks.attempts.jobs import job_of
+from onward.tasks.launching.jobs import job_of
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.distributed.mpi_report import MpiReport

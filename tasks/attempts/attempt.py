@@ -16,9 +16,9 @@ from onward.infra.job.slurm_jobs import allocation, batch_job
 from onward.tasks.attempts.attempt_failure import log_tail, record_first_ending
 from onward.tasks.attempts.attempt_kind import Evidence, classify, sentence_of
 from onward.tasks.attempts.hang import record_hang
-from onward.tasks.attempts.jobs import launcher_of
 from onward.tasks.attempts.retry_policy import newest_checkpoint, plan_next
 from onward.tasks.attempts.wait_before_retry import wait_for_storage
+from onward.tasks.launching.jobs import launcher_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.errors import OnwardError

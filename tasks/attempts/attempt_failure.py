@@ -7,7 +7,7 @@ import socket
 
 from onward.infra.job.job import now_ms
 from onward.infra.job.launcher import RankEnding
-from onward.tasks.attempts.jobs import launcher_of
+from onward.tasks.launching.jobs import launcher_of
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.errors import OnwardError, OutOfMemory, TrainingFailed
 from onward.trainer.events import last_beat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onward.infra.job.job import Outcome
 from onward.infra.job.rank_stacks import RankStack, explain_hang, parse_exception, parse_stacks
 from onward.tasks.attempts.attempt_failure import write_error
-from onward.tasks.attempts.jobs import launcher_of
+from onward.tasks.launching.jobs import launcher_of
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import write_durably

@@ -18,7 +18,7 @@ from pathlib import Path
 from onward.infra.job.hosts import BUT, Answer, ask_programs, read_hostfile
 from onward.infra.job.launcher import LaunchError
 from onward.infra.job.mpirun import Mpirun
-from onward.tasks.attempts.jobs import launcher_of
+from onward.tasks.launching.jobs import launcher_of
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.sections.ranks import LaunchConfig

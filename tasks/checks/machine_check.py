@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 from onward.infra import weights_and_biases
 from onward.infra.job.hosts import read_hostfile
-from onward.tasks.attempts.jobs import launcher_of, ranks_of
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.tasks.checks.registered_models import store_of
+from onward.tasks.launching.jobs import launcher_of, ranks_of
 from onward.tasks.mapped_parts import engine_problems
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig

@@ -29,8 +29,8 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches.block_order import rows_per_block
 from onward.trainer.data.batches.sample_stream import SampleStream
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
-from onward.trainer.data.storage import shard_space
 from onward.trainer.data.storage.shards import Shards, open_shards
+from onward.trainer.run.machine import this_machine
 from tests.support.ranks import ROOT
 from tests.support.shards import make_shards
 
@@ -88,7 +88,7 @@ def measure(directory: Path, case: str) -> None:
 
 def epoch(shards: Shards, case: str) -> int:
     """Read the rows of an epoch, or of PART_S; return how many."""
-    shard_space.MEMORY_SHARE = 1.0 if case == "fits" else 0.0
+    this_machine.MEMORY_SHARE = 1.0 if case == "fits" else 0.0
     block = rows_per_block(shards.size_bytes, shards.num_rows) if case == "blocks" else 0
     stream = SampleStream([shards.num_rows], [1.0], seed=0, shuffle=True, block=block)
     ahead = ShardReadAhead(shards, stream) if case != "before" else None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.tasks.attempts.jobs import chosen_launcher, launcher_of
+from onward.tasks.launching.jobs import chosen_launcher, launcher_of
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.errors import ConfigError

@@ -15,9 +15,9 @@ from onward.trainer.data.batches import block_order, sample_stream
 from onward.trainer.data.batches.block_order import permutation_in_blocks, rows_per_block
 from onward.trainer.data.batches.sample_stream import SampleStream
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
-from onward.trainer.data.storage import shard_space
 from onward.trainer.data.storage import shards as shards_module
 from onward.trainer.data.storage.shards import Shards, open_shards
+from onward.trainer.run.machine import this_machine
 from tests.support.shards import make_shards
 
 
@@ -115,7 +115,7 @@ def uncached(shards: Shards) -> None:
 def test_what_is_read_ahead_changes_no_value(
     tmp_path: Path, memory: float, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_space, "MEMORY_SHARE", memory)
+    monkeypatch.setattr(this_machine, "MEMORY_SHARE", memory)
     shards = random_shards(tmp_path)
     order = stream(shards.num_rows, block)
     positions = np.arange(2 * shards.num_rows)
@@ -134,7 +134,7 @@ def test_what_is_read_ahead_changes_no_value(
 
 
 def test_each_window_is_read_once_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_space, "MEMORY_SHARE", 0.0)
+    monkeypatch.setattr(this_machine, "MEMORY_SHARE", 0.0)
     shards = random_shards(tmp_path)
     order = stream(shards.num_rows, 64)
     asked: list[set[int]] = []

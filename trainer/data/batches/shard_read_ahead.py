@@ -14,8 +14,8 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from onward.trainer.data.batches.sample_stream import SampleStream
-from onward.trainer.data.storage.shard_space import fits_in_memory
 from onward.trainer.data.storage.shards import Shards
+from onward.trainer.run.machine.this_machine import fits_in_memory
 
 SMALL_ROW = 64 << 10
 """Bytes. Of a larger row the kernel reads most in one go, which it does not where it reads nothing around a page."""

@@ -19,17 +19,8 @@ from onward.trainer.data.schema.columns import BYTES
 from onward.trainer.data.storage.recipe import Recipe
 from onward.trainer.errors import StorageUnavailable
 from onward.trainer.quantities import mb
-from onward.trainer.run.machine.this_machine import free_host_memory
 
 log = logging.getLogger(__name__)
-
-MEMORY_SHARE = 0.5
-"""Shards that take more of the free memory would push each other out of it."""
-
-
-def fits_in_memory(size_bytes: int) -> bool:
-    """Return whether shards stay in the memory of this host once they were read."""
-    return size_bytes <= MEMORY_SHARE * free_host_memory()
 
 
 def check_space(directory: Path, recipe: Recipe) -> bool:

@@ -25,6 +25,10 @@ BRIEF_SPINS = "1000"
 """The number that GNU's OpenMP has where a program has more threads than there are cores."""
 
 
+MEMORY_SHARE = 0.5
+"""Files that take more of the free memory would push each other out of it."""
+
+
 def free_host_memory() -> int:
     """Return the bytes of memory that are free: the least of those of the host and of its container."""
     # inside of a container psutil shows the memory of the host
@@ -37,6 +41,11 @@ def free_host_memory() -> int:
         with contextlib.suppress(OSError, ValueError):  # "max" is not a number: no limit
             free.append(int((group / limit).read_text()) - int((group / used).read_text()))
     return max(0, min(free))
+
+
+def fits_in_memory(size_bytes: int) -> bool:
+    """Return whether files stay in the memory of this host once they were read."""
+    return size_bytes <= MEMORY_SHARE * free_host_memory()
 
 
 def release_free_memory() -> None:

@@ -30,7 +30,6 @@ from onward.flows.configuration import (
 from onward.flows.running.stop_signals import acknowledged_interrupt, exit_on_sigterm
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
-from onward.trainer.parallel.planning.cluster import THIS_MACHINE, Cluster
 
 if TYPE_CHECKING:
     from onward.flows.live_view.view import LiveView
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from onward.flows.running.named_run import NamedRun
     from onward.trainer.config.loading import Override
     from onward.trainer.config.run_config import RunConfig
+    from onward.trainer.parallel.planning.cluster import Cluster
 
 __all__ = ["checked_config", "config", "origins"]  # beside what is defined here
 
@@ -288,7 +288,7 @@ def plan(
     *,
     profile: str = "",
     measure: int = 0,
-    cluster: Cluster = THIS_MACHINE,
+    cluster: Cluster | None = None,
     progress: TextIO | None = None,
     **sections: Any,
 ) -> RunPlan:
@@ -298,7 +298,7 @@ def plan(
 
     Takes what `run` takes. With `parallel = "auto"` the sizes are chosen. `measure`: first train so many steps on the
     ranks, in a directory that is deleted, without Prefect and MLflow, and keep how long they took, also for later
-    plans; the main thread must call it then. `cluster`: plan for these machines. `progress`: a stream for lines that
+    plans; the main thread must call it then. `cluster`: plan for these machines, not for this one. `progress`: a stream for lines that
     say how far `auto` is. Raises ConfigError or UnsupportedModel when no such division exists.
     """
     require_flow("onward.plan")
@@ -307,16 +307,17 @@ def plan(
         from onward.tasks.checks.registered_models import with_registered
     from onward.trainer.config.flat_settings import origins_of
     from onward.trainer.data.reading.fetching import fetch
+    from onward.trainer.parallel.planning.cluster import THIS_MACHINE
 
     given = Given.of(config, overrides, sections, profile=profile)
-    if cluster.num_ranks:
+    if cluster and cluster.num_ranks:
         # sizes that are given and have another product are refused as they are for any run
         given.changes.extend((f"launch.num_ranks={cluster.num_ranks}", 'launch.hostfile=""'))
     resolved = given.load(given.check)
     copies, _ = fetch(resolved, with_registered(resolved))
     where = origins_of(resolved, given.layered().origins)
     if not measure:
-        return plan_run(resolved, copies, origins=where, cluster=cluster, progress=progress)
+        return plan_run(resolved, copies, origins=where, cluster=cluster or THIS_MACHINE, progress=progress)
     with exit_on_sigterm():
         return plan_run(resolved, copies, measured_steps=measure, origins=where)
 

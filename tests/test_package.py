@@ -130,7 +130,7 @@ DATA_EXTRAS = ("text", "metrics", "audio", "remote")
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
     groups = declared()
-    wanted = [each for name in ("", "flow", "sweep", "wandb", *DATA_EXTRAS) for each in groups[name]]
+    wanted = [each for name in ("", "flow", "sweep", "wandb", "dask", "ray", *DATA_EXTRAS) for each in groups[name]]
     assert imported(*PACKAGES) == names(wanted) - IMPORTED_BY_OTHERS
 
 

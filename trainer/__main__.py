@@ -29,14 +29,15 @@ from typing import TYPE_CHECKING, Literal
 
 from onward.trainer.distributed.launched import die_with_parent, launched_rank
 from onward.trainer.run.machine.quick_imports import quick_imports
-from onward.trainer.run.machine.this_machine import spin_briefly_if_busy
+from onward.trainer.run.machine.this_machine import ignore_lower_precision, spin_briefly_if_busy
 
 # Before the imports below, which take seconds: a rank whose launcher is killed meanwhile would be left behind.
 if launched_rank() is not None:
     die_with_parent()
 
-# before torch is imported, whose OpenMP reads it
+# before torch is imported, whose OpenMP and oneDNN read the environment
 spin_briefly_if_busy()
+ignore_lower_precision()
 
 with quick_imports():
     import torch

@@ -42,7 +42,7 @@ from pathlib import Path
 import psutil
 
 from onward.trainer.distributed.launched import JOB_TAG, killed_with
-from onward.trainer.run.machine.this_machine import spin_briefly_if_busy
+from onward.trainer.run.machine.this_machine import ignore_lower_precision, spin_briefly_if_busy
 
 LOOK_S = 0.2
 """Seconds between two looks at whether a client is stopped."""
@@ -234,7 +234,9 @@ def main(listener: int, alive: int, folder: str) -> None:
     # threads that exist already were not started by the imports
     own = _threads()
     gc.disable()  # what is imported stays: looking through it for garbage takes a tenth of the time
-    spin_briefly_if_busy()  # what OpenMP reads when torch is imported, the forks keep
+    # what OpenMP and oneDNN read when torch is imported, the forks keep
+    spin_briefly_if_busy()
+    ignore_lower_precision()
     import pandas  # noqa: F401  most data is read with it
     import torch._dynamo  # noqa: F401  torch imports it when the first optimizer is made
 

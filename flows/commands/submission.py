@@ -50,7 +50,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and send nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Send a run to Slurm, or print it for Kubernetes: a job that is started again until the run is finished.
+    """Send a run to Slurm, or print it for Kubernetes, as a job that is requeued until it is finished.
 
     Checks the configuration, writes a script for sbatch and sends it. Before the time limit and when it is preempted
     the job saves a checkpoint and is requeued; each start of it goes on with the same run. `onward status NAME` also

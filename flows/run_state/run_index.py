@@ -27,7 +27,7 @@ State: TypeAlias = Literal["running", "exported", "trained", "stopped", "failed"
 Status: TypeAlias = dict[str, Any]
 """A RunStatus (run_status.py) as JSON."""
 Entry: TypeAlias = tuple[list[int], Status]
-FORMAT = 1
+FORMAT = 2
 """Another number, in a version whose RunStatus has other fields, lets all entries be made again."""
 BEGUN = ("identity.json", "config.json")
 """Files of which a run directory has one: it is known by name, or has settings with which it can go on."""

@@ -39,6 +39,8 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "rehearsal": ("--rounds", "1"),
     "safety_costs": ("--turns", "1"),
     "reduction": ("--sizes-kib", "64", "--rounds", "3"),
+    "shard_reading": ("--gigabytes", "0.02"),
+    "sharding_cores": ("--megabytes", "2", "--rounds", "1"),
     "sharding_memory": ("2", "4"),
     "sharding_speed": ("--megabytes", "2", "--rounds", "1"),
     "stash": ("--models", "unet", "--batch", "2", "--size", "16", "--rounds", "1"),

@@ -73,7 +73,7 @@ def test_stop_asks_the_process_that_runs_a_run_and_says_how_it_ended(run: RunDir
 
 
 def test_stop_refuses_a_run_of_another_machine(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = {"host": "h9", "boot": "b", "pid": 7, "started": 0.0}
+    elsewhere = {"host": "h9", "boot": "b", "pid": 7, "started": 0.0, "slurm_job": ""}
     monkeypatch.setattr("onward.flows.running.stop.holder_of", lambda run: elsewhere)
     monkeypatch.setattr("onward.flows.running.stop.is_running", lambda run: True)
     with pytest.raises(RuntimeUnavailable, match="mlp-1 is run by process 7 on h9: stop it there, or with Cancel"):

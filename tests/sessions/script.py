@@ -48,6 +48,10 @@ SESSIONS = (
         "What is wrong is said under a heading, all of it at once, and nothing is started.",
         status=2,
     ),
+    Session(
+        "onward submit table/table.toml --name nightly --sbatch time=0:30:00 --dry-run",
+        "Prints the script of a job of Slurm; without --dry-run it is sent, and requeued until the run is finished.",
+    ),
     Session("onward status table", "The state of a run."),
     Session("onward stop table", "Stops a run that was started in another terminal.", beside=LONG),
     Session("onward runs", "All runs. Columns that do not fit into the terminal are left out."),

@@ -169,4 +169,4 @@ def test_an_entry_has_the_fields_that_a_status_has(home: Path) -> None:
     """A version that adds one raises FORMAT, so that no older entry is read."""
     settled(make_run(home, "aaaa-1", "mlp-1"))
     ((_, status),) = listed_runs()
-    assert (run_index.FORMAT, len(status)) == (1, 30), "raise FORMAT with the number of fields"
+    assert (run_index.FORMAT, len(status)) == (2, 31), "raise FORMAT with the number of fields"

@@ -67,7 +67,7 @@ def test_a_killed_flow_and_a_power_loss_are_told_apart_by_the_process_that_held_
     assert describe(run).error.endswith("it was killed, or the machine lost power")
     me = this_process()
     with locked(run):
-        assert json.loads(run.lock.read_text()) == me | {"renewed_s": 10.0}
+        assert json.loads(run.lock.read_text()) == me | {"slurm_job": "", "renewed_s": 10.0}
         assert (describe(run).state, describe(run).kind) == ("running", "")
     status = describe(run)
     assert (status.state, status.kind) == ("interrupted", "killed")
@@ -83,7 +83,7 @@ def test_a_lock_that_is_held_keeps_the_name_of_its_process_while_another_one_wai
     with locked(run):
         with pytest.raises(ConfigError, match=r"`onward status mlp-3` shows its step"), locked(run, timeout_s=0.0):
             pass
-        assert json.loads(run.lock.read_text()) == this_process() | {"renewed_s": 10.0}
+        assert json.loads(run.lock.read_text()) == this_process() | {"slurm_job": "", "renewed_s": 10.0}
 
 
 def test_a_resume_names_the_way_to_change_a_setting(run: RunDir) -> None:

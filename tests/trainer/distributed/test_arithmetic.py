@@ -116,7 +116,12 @@ def test_an_operator_without_a_deterministic_implementation_is_named_with_the_se
 
 
 SWITCHES = """
-import json, os, torch
+import json, os
+from onward.trainer.run.machine.this_machine import ignore_lower_precision
+
+if os.environ["SETS"] == "1":
+    ignore_lower_precision()
+import torch
 import torch.nn.functional as F
 from onward.trainer.config.loading import build_config
 from onward.trainer.distributed.arithmetic import set_arithmetic

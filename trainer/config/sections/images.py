@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
-from pydantic_core import PydanticKnownError
 
 from onward.trainer.config.section import Decay, Fraction, Length, LengthOrZero, NonNegativeInt, Section
 
@@ -24,9 +23,7 @@ def _checked(flip: float | tuple[float, float]) -> float | tuple[float, float]:
     for probability in flip if isinstance(flip, tuple) else (flip,):
         # pydantic would name each member of the union in its message
         if not 0.0 <= probability <= 1.0:
-            if probability < 0.0:
-                raise PydanticKnownError("greater_than_equal", {"ge": 0})
-            raise PydanticKnownError("less_than_equal", {"le": 1})
+            raise ValueError("input should be between 0 and 1")
     return flip
 
 

@@ -95,6 +95,15 @@ def usable_cores() -> int:
     return max(1, int(min(len(os.sched_getaffinity(0)), core_limit() or math.inf)))
 
 
+def ignore_lower_precision() -> None:
+    """Let no variable of the environment give oneDNN a lower precision than fp32: `precision.compute` decides.
+
+    To be called before torch is imported, because oneDNN reads the variable when it is loaded. On CPUs with bf16 no
+    switch of torch changes it afterwards for convolutions (torch 2.11).
+    """
+    os.environ.pop("ONEDNN_DEFAULT_FPMATH_MODE", None)
+
+
 def spin_briefly_if_busy() -> None:
     """Let the threads of an operator wait for each other asleep, if other programs compute on this machine, too.
 

@@ -279,7 +279,9 @@ def test_what_becomes_of_audio_is_written_beside_the_exported_model(tmp_path: Pa
     settings = config(tmp_path, table_of_paths(tmp_path), inputs=80)
     _, manifest, _ = make_training_shards(settings, tmp_path / "cache")
     exported = ExportedModel(path=Path("m.onnx"), sha256="0", step=1, parity=0, before={}, after={}, changed=0)
-    record = describe(settings, manifest, read_training_signature(settings.model), exported)
+    record = describe(
+        settings.data, settings.losses, settings.model, manifest, read_training_signature(settings.model), exported
+    )
     found = record.inputs["features"]
     assert isinstance(found, AudioInput)
     assert (found.column, found.sample_rate, found.samples, found.features) == ("audio", RATE, 80, "waveform")

@@ -101,7 +101,7 @@ def test_settings_of_the_table_that_contradict_each_other_are_refused() -> None:
         ({"mean": [0.5]}, "mean has 1 values and std 0; set both"),
         ({"sizes": 3}, "unknown key data.image.sizes; did you mean data.image.size?"),
         ({"augment": {"flips": 1}}, "unknown key data.image.augment.flips; did you mean data.image.augment.flip?"),
-        ({"augment": {"flip": 1.5}}, "data.image.augment.flip: Input should be less than or equal to 1, not 1.5"),
+        ({"augment": {"flip": 1.5}}, "data.image.augment.flip: input should be between 0 and 1, not 1.5"),
     ):
         with pytest.raises(ConfigError) as refused:
             config_of(**image)

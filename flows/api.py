@@ -114,7 +114,13 @@ def _begin(layers: Callable[[], Given], named: NamedRun | None = None) -> RunOut
 
 
 def resume(
-    run: str = "last", overrides: Overrides = (), /, *, from_start: bool = False, accept_config: bool = False
+    run: str = "last",
+    overrides: Overrides = (),
+    /,
+    *,
+    from_start: bool = False,
+    accept_config: bool = False,
+    allow_code: bool = False,
 ) -> RunOutcome:
     """Continue a run that was killed, stopped or failed, from its newest complete checkpoint; return how it ended.
 
@@ -124,7 +130,8 @@ def resume(
     `overrides`: settings of [stop], with which a run goes on that had ended by them; all others stay what they were. A
     run that is finished is returned as it is, and nothing is started. `from_start`: begin again at step 0, if all of
     its checkpoints are damaged. `accept_config`: go on with a config.json that somebody has edited, which the report
-    then says. Raises ConfigError when there is no such run, it is running, or its config.json was edited,
+    then says. `allow_code`: execute Python files from the store that are not on this machine. Raises ConfigError when
+    there is no such run, it is running, its config.json was edited, or such Python was not permitted,
     CheckpointError when all of its checkpoints are damaged; else as `onward.run`, and from the main thread like it.
     """
     require_flow("onward.resume")
@@ -139,7 +146,7 @@ def resume(
     asked_ms = time.time_ns() // 1_000_000
     changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
     if is_in_store(run):
-        run = fetch_run(run, lambda _: changes).root.name
+        run = fetch_run(run, lambda _: changes, allow_code=allow_code).root.name
     found = checked_run(run, changes, from_start=from_start)
     if outcome := outcome_if_finished(found, changes):
         return outcome
@@ -298,8 +305,8 @@ def plan(
 
     Takes what `run` takes. With `parallel = "auto"` the sizes are chosen. `measure`: first train so many steps on the
     ranks, in a directory that is deleted, without Prefect and MLflow, and keep how long they took, also for later
-    plans; the main thread must call it then. `cluster`: plan for these machines, not for this one. `progress`: a stream for lines that
-    say how far `auto` is. Raises ConfigError or UnsupportedModel when no such division exists.
+    plans; the main thread must call it then. `cluster`: plan for these machines, not for this one. `progress`: a stream
+    for lines that say how far `auto` is. Raises ConfigError or UnsupportedModel when no such division exists.
     """
     require_flow("onward.plan")
     with prefect_at_home():

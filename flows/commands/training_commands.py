@@ -69,6 +69,10 @@ def resume(
         bool,
         typer.Option("--accept-config", help="Go on with a config.json that was edited; the report says so."),
     ] = False,
+    allow_code: Annotated[
+        bool,
+        typer.Option("--allow-code", help="Execute Python files of STORE/RUN that are not on this machine."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Continue a run from its newest complete checkpoint.
@@ -77,7 +81,9 @@ def resume(
     and the same MLflow run. A run that a limit of the table stop has ended early goes on if that is raised. If
     somebody has edited the config.json in its directory, it is refused, unless --accept-config is given.
     """
-    outcome = api.resume(run, overrides or (), from_start=from_start, accept_config=accept_config)
+    outcome = api.resume(
+        run, overrides or (), from_start=from_start, accept_config=accept_config, allow_code=allow_code
+    )
     _show(outcome, as_json=as_json)
 
 

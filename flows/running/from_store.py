@@ -64,7 +64,7 @@ from onward.trainer.run.remote.stored_run import (
 
 FIRST = "000001.json"
 """What each run in a store has."""
-DECIDING = ("config.json", "origins.json", "attempt", "ending.json", "export/model.json")
+DECIDING = ("config.json", "origins.json", "code.json", "attempt", "ending.json", "export/model.json")
 """What says, with the results of the attempts, whether and how a run can go on."""
 SILENT_S = 3 * ALIVE_PERIOD_S
 """A machine that gives no sign of life for so long is taken for lost."""
@@ -90,13 +90,16 @@ def fetch_named_run(store: str, name: str, now: RunConfig) -> RunDir | None:
     return fetch_run(f"{store}/{name}", lambda run: limits_to_resume(run, name, now))
 
 
-def fetch_run(text: str, changes: Callable[[RunDir], Sequence[Override]] = lambda run: ()) -> RunDir:
+def fetch_run(
+    text: str, changes: Callable[[RunDir], Sequence[Override]] = lambda run: (), *, allow_code: bool = False
+) -> RunDir:
     """Bring a run from its store, and return its directory; where this machine sends the run itself, the one it has.
 
-    changes: settings of [stop] with which it is to go on, found from its config.json and origins.json. Raises
-    ConfigError for what is no run in a store, for a run that another machine trains, for one whose data is not here,
-    and for one that this machine has an older copy of; DataError for damaged files; RuntimeUnavailable for a store that
-    does not answer.
+    changes: settings of [stop] with which it is to go on, found from its config.json and origins.json. allow_code: its
+    Python files may be executed, also where this machine has no such files in their places. Raises ConfigError for what
+    is no run in a store, for a run that another machine trains, for one whose data is not here or whose Python nobody
+    has permitted, and for one that this machine has an older copy of; DataError for damaged files; RuntimeUnavailable
+    for a store that does not answer.
     """
     location = _located(text)
     stored = StoredRun(location)
@@ -116,7 +119,7 @@ def fetch_run(text: str, changes: Callable[[RunDir], Sequence[Override]] = lambd
             "away, and repeat the command"
         )
     state = _sent_before(stored, number)
-    is_finished = _is_finished(stored, state, changes)
+    is_finished = _is_finished(stored, state, changes, allow_code=allow_code)
     if not state.ended:
         _wait_for_silence(stored, number)
     make_private(onward_home())
@@ -184,7 +187,9 @@ def _sent_before(stored: StoredRun, number: int) -> StoredState:
     return state
 
 
-def _is_finished(stored: StoredRun, state: StoredState, changes: Callable[[RunDir], Sequence[Override]]) -> bool:
+def _is_finished(
+    stored: StoredRun, state: StoredState, changes: Callable[[RunDir], Sequence[Override]], *, allow_code: bool
+) -> bool:
     """Return whether a run has ended with nothing left to train. Raises ConfigError for one that cannot go on here.
 
     Before this machine claims the run, because no other one could go on with it afterwards.
@@ -201,10 +206,27 @@ def _is_finished(stored: StoredRun, state: StoredState, changes: Callable[[RunDi
             raise ConfigError(f"{state.name} keeps the settings that it began with, but for [stop]")
         if state.ended and is_trained_to_end(run, config.stop, config.checkpoint):
             return True
+        if run.code.exists() and not allow_code:
+            _refuse_unknown_code(state.name, read_record(run.code, AllowedCode).files)
         absent = [f"{setting}: there is no {path} here" for setting, path in data_of_this_machine(run, is_here=False)]
     if absent:
         raise ConfigError([*absent, f"{state.name} goes on only with the data that it began with"])
     return False
+
+
+def _refuse_unknown_code(name: str, files: Mapping[str, str]) -> None:
+    """Raise ConfigError unless each Python file of a run is also on this machine, in its place: who may write to the
+    store could otherwise let this machine execute anything."""
+    unknown = [
+        f"{path}, SHA-256 {digest[:SHOWN]}"
+        for path, digest in files.items()
+        if not Path(path).is_file() or sha256(Path(path)) != digest
+    ]
+    if unknown:
+        raise ConfigError(
+            f"{name} executes Python from the store that is not on this machine: {'; '.join(unknown)}; put the same "
+            "files in their places, or, if you trust all who can write to the store, add --allow-code"
+        )
 
 
 def _is_copy(run: RunDir, state: StoredState | None) -> bool:

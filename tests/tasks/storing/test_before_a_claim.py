@@ -16,7 +16,9 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.adjustments import Adjustments
+from onward.trainer.run.allowed_code import AllowedCode
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.kept_settings import write_settings
 from onward.trainer.run.outcomes.run_ending import RunEnding
 from onward.trainer.run.records import AttemptResult, read_record, write_record
@@ -87,6 +89,24 @@ def test_data_that_is_not_here_is_refused_and_claims_nothing(run: RunDir, store:
     assert claimed(store) == 1
     (tmp_path / "elsewhere.csv").rename(data)
     assert read_record(record_in(fetch_run(f"{store}/stored-1")), Sending).number == 2
+
+
+def test_python_from_a_store_is_executed_if_it_is_here_too_or_permitted(
+    run: RunDir, store: Path, tmp_path: Path
+) -> None:
+    loss = tmp_path / "loss.py"
+    loss.write_text("def loss(): ...\n")
+    write_record(run.code, AllowedCode(files={str(loss): sha256(loss)}))
+    save_step(run, 1)
+    assert send(run)
+    loss.write_text("def loss(): return 1\n")
+    with pytest.raises(ConfigError, match=rf"Python .* not on this machine: {loss}, SHA-256 .*; .* add --allow-code"):
+        fetch_run(f"{store}/stored-1")
+    with pytest.raises(ConfigError, match="executes Python from the store"):
+        fetch_named_run(str(store), "stored-1", read_config(run, "given"))
+    assert claimed(store) == 1
+    assert fetch_run(f"{store}/stored-1", allow_code=True).code.exists()
+    assert claimed(store) == 2
 
 
 def test_a_run_that_is_finished_comes_as_a_copy_and_is_not_claimed(run: RunDir, store: Path) -> None:

@@ -9,7 +9,6 @@ Dask and Ray make the tasks of a lost worker again. A task that fails otherwise 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -21,10 +20,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import as_completed
 
+from onward.tasks.checks.machine_check import engine_of
 from onward.trainer.data.storage.recipe import Recipe
 from onward.trainer.data.storage.written_parts import PartMaker, PartStep, RunSteps, StepResult, open_maker
 from onward.trainer.errors import DataError, RuntimeUnavailable
-from onward.trainer.extras import how_to_install
 from onward.trainer.run.machine.this_machine import usable_cores
 
 log = logging.getLogger(__name__)
@@ -33,18 +32,6 @@ MOST_TRIES = 3
 """Of a step."""
 LOCAL = {"dask", "ray"}
 """Values of data.shard_on that stand for a cluster on this machine, which ends with the task."""
-
-
-def engine_of(shard_on: str) -> str:
-    """Return the engine that a value of data.shard_on names."""
-    return "ray" if shard_on.startswith("ray") else "dask"
-
-
-def engine_problems(shard_on: str) -> Iterator[str]:
-    """Yield why the parts cannot be mapped: a package is missing."""
-    if shard_on and importlib.util.find_spec(f"prefect_{engine_of(shard_on)}") is None:
-        engine = engine_of(shard_on)
-        yield f"data.shard_on is {shard_on!r}, which needs prefect-{engine}: {how_to_install(engine)}"
 
 
 class MappedParts:

@@ -6,6 +6,7 @@ the ranks can find out (their hosts, MPI, the memory of a GPU) `init_runtime` fi
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,6 @@ from onward.infra.job.hosts import read_hostfile
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.tasks.checks.registered_models import store_of
 from onward.tasks.launching.jobs import launcher_of, ranks_of
-from onward.tasks.mapped_parts import engine_problems
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
@@ -70,6 +70,18 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
     if {"model", "train", "checkpoint", "monitor", "export", "parallel", "launch"} <= sections.keys():
         problems += _space_problems(RunConfig.model_construct(**dict(sections)))
     return problems
+
+
+def engine_of(shard_on: str) -> str:
+    """Return the engine that a value of data.shard_on names."""
+    return "ray" if shard_on.startswith("ray") else "dask"
+
+
+def engine_problems(shard_on: str) -> Iterator[str]:
+    """Yield why the parts cannot be mapped: a package is missing."""
+    if shard_on and importlib.util.find_spec(f"prefect_{engine_of(shard_on)}") is None:
+        engine = engine_of(shard_on)
+        yield f"data.shard_on is {shard_on!r}, which needs prefect-{engine}: {how_to_install(engine)}"
 
 
 def num_ranks(parallel: ParallelConfig, launch: LaunchConfig) -> int:

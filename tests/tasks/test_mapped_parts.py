@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from onward.tasks import mapped_parts
-from onward.tasks.checks import machine_check
-from onward.tasks.mapped_parts import engine_problems
+from onward.tasks.checks.machine_check import engine_problems
 from onward.tasks.shard_data import shard_data
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.sections.data import DataConfig
@@ -159,4 +158,3 @@ def test_a_missing_package_is_named_before_anything_is_started(
     assert f"data.shard_on is '{shard_on}', which needs prefect-{package}: pip install" in problem
     monkeypatch.undo()
     assert [*engine_problems("")] == []
-    assert machine_check.engine_problems is engine_problems

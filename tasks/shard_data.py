@@ -18,6 +18,7 @@ from onward.tasks.mapped_parts import MappedParts
 from onward.tasks.shown.mlflow_tags import digests_of
 from onward.tasks.shown.task_logger import IN_RESULT
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.batches.cache_needs import cache_problems
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.resolve import write_resolved
@@ -54,11 +55,11 @@ def shard_data(run: RunDir) -> ShardManifest:
             runner=mapped if config.data.shard_on else THIS_MACHINE,
         )
     # again, now with the extremes of all rows: `configure` has seen the first ones only
-    if problems := data_problems(config, manifest.table, fitted=manifest.fitted):
+    problems = data_problems(config, manifest.table, fitted=manifest.fitted)
+    if problems := [*problems, *cache_problems(directory, manifest, config.train, config.world_size)]:
         raise ConfigError(problems)
-    stream = sample_stream(
-        manifest.sizes or (manifest.rows("train"),), manifest.size_bytes("train"), config.data, config.train
-    )
+    sizes = manifest.sizes or (manifest.rows("train"),)
+    stream = sample_stream(sizes, manifest.size_bytes("train"), manifest.train[0].rows, config.data, config.train)
     _refuse_changes(run, manifest)
     _link(run.shards, directory)
     write_resolved(run)

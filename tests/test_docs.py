@@ -61,6 +61,7 @@ EXECUTED = (
     "docs/how-to/predict.md",
     "docs/how-to/profile-a-run.md",
     "docs/how-to/stores.md",
+    "docs/how-to/large-data.md",
 )
 BASE = {
     "model": {"path": "model.onnx"},

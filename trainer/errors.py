@@ -5,6 +5,7 @@
     ├── DataError                2   a row, a column or a file of the data cannot be used
     ├── UnsupportedModel         2   the ONNX file contains something that cannot be trained
     ├── RuntimeUnavailable       3   no MPI, wrong world size, no device, not enough memory or disk
+    │   ├── ServerUnavailable    3   a server of data does not answer; a retry may find it again
     │   └── StorageUnavailable   3   a disk is full, has no inodes, is mounted read-only, or fails
     ├── CheckpointError          4   a checkpoint is damaged, absent or of another model
     ├── RecordError              4   a record of a run, of a sweep or of shards is damaged or absent
@@ -73,6 +74,10 @@ class RuntimeUnavailable(Refused):
     """The machine cannot run the job: launcher, world size, device, memory or disk."""
 
     exit_code = 3
+
+
+class ServerUnavailable(RuntimeUnavailable):
+    """A server whose data is trained on does not answer."""
 
 
 class StorageUnavailable(RuntimeUnavailable):

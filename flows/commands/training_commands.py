@@ -256,8 +256,8 @@ def clean(
 ) -> None:
     """Delete local copies of remote files that were not used for some days.
 
-    They are under ONWARD_HOME/downloads. Copies of a run that has not exported its model stay: `onward resume` reads
-    them. What is deleted and needed again is downloaded again.
+    They are under ONWARD_HOME/downloads, and shard files of servers under ONWARD_HOME/streamed. Copies of a run that
+    has not exported its model stay: `onward resume` reads them. What is deleted and needed again is downloaded again.
     """
     from onward.flows.run_state.runs import clean_downloads
 

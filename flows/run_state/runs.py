@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import operator
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,13 +23,14 @@ from onward.trainer import bounds
 from onward.trainer.bounds import NotAFile
 from onward.trainer.checkpoint.retention import announced, discard, list_checkpoints, list_damaged
 from onward.trainer.checkpoint.verification import all_damaged, newest_complete
+from onward.trainer.data.storage.shard_cache import ShardCache
 from onward.trainer.errors import (
     CheckpointError,
     ConfigError,
     OnwardError,
 )
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.home import download_cache, onward_home
+from onward.trainer.run.home import download_cache, onward_home, streamed_files
 from onward.trainer.run.names import name_given_to, owner_of, short_id
 from onward.trainer.run.recorded.sweep_records import SweepDir, membership
 from onward.trainer.run.records import RunIdentity, read_record
@@ -190,13 +192,20 @@ def identity_of(run: RunDir) -> RunIdentity | None:
 
 
 def clean_downloads(days: float) -> Cleaned:
-    """Delete the local copies of remote files that were not used for some days; not those of runs that can go on."""
+    """Delete the local copies of remote files that were not used for some days; not those of runs that can go on.
+
+    Of the shard files of servers only those stay that are being read.
+    """
     fetched = [run for run in all_runs() if run.remote.exists()]
     needed: list[Path] = []
     for run in fetched:
         if not run.exported.exists():
             needed += [copy.path for copy in read_record(run.remote, LocalCopies).copies]
-    return clean(download_cache(), needed, days)
+    cleaned = clean(download_cache(), needed, days)
+    if not streamed_files().is_dir():
+        return cleaned
+    streamed = ShardCache(streamed_files(), limit=0).clean(days)
+    return Cleaned(*map(operator.add, astuple(cleaned), astuple(streamed)))
 
 
 def find_run(text: str) -> RunDir:

@@ -31,7 +31,18 @@ SETTINGS: Mapping[str, str] = {
 """Environment of the ranks under any launcher."""
 
 
-CARRIED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "MPI4PY_", "OMP_", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", TAG)
+CARRIED = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "MPI4PY_",
+    "OMP_",
+    "PYTHONUNBUFFERED",
+    "PYTHONFAULTHANDLER",
+    "ONWARD_SHARD_CACHE_GB",
+    TAG,
+)
 """Prefixes of the variables that are sent to ranks on other hosts; no other variable leaves this host."""
 
 

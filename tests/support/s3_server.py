@@ -78,6 +78,8 @@ class Faults:
     cut_after: int = 0
     """Close a connection after so many bytes from the client; 0 = never."""
     cuts: int = 0
+    sent_bytes: int = 0
+    """To the client, over all connections."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -97,6 +99,8 @@ def faulty_proxy(target: int) -> Iterator[Faults]:
                     for end in select.select(list(ends), [], [], 1)[0]:
                         data = end.recv(65536)
                         came += len(data) * (end is self.request)
+                        with faults.lock:
+                            faults.sent_bytes += len(data) * (end is server)
                         is_cut = faults.is_down or 0 < faults.cut_after < came
                         if is_cut:
                             with faults.lock:

@@ -19,12 +19,15 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import is_library
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.quantize import QuantizeConfig
+from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES
 from onward.trainer.config.urls import url_of
+from onward.trainer.data.batches.cache_needs import cache_problems
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.computations import open_fitted
 from onward.trainer.data.data_problems import data_problems
+from onward.trainer.data.formats.finished_shards import MANIFEST, shards_at
 from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.reading.inferred_schema import infer_schema
@@ -32,6 +35,7 @@ from onward.trainer.data.reading.sources import locate
 from onward.trainer.data.schema.signature import Signature, model_bytes, read_training_signature
 from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.sharding import check_held_out, check_named_files, try_first_rows
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.text.text_checks import text_problems
 from onward.trainer.diagnostics.export_conflicts import export_conflicts, files_in_the_way, is_writable, url_conflicts
 from onward.trainer.diagnostics.teacher_check import teacher_file_problems
@@ -61,6 +65,7 @@ from onward.trainer.onnx_graph.outputs import selected_output
 from onward.trainer.onnx_graph.surgery.quantizing import quantizing_problems
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.outcomes.storage import broken_storage
+from onward.trainer.run.records import read_record
 from onward.trainer.run.remote.local_copies import LocalCopies, urls_in, with_copies
 
 
@@ -97,14 +102,19 @@ def check_local_files(sections: Sections) -> list[str]:
 def _misfits(config: RunConfig) -> list[str]:
     """Return where model, data and settings do not fit together. Raises Refused where reading goes no further."""
     signature, schema = read_training_signature(config.model), infer_schema(config.data)
+    finished = shards_at(config.data)
     computed = InputColumns(config.data, config.loss, config.model, signature).computed
-    # columns that are computed have their final type and shape only behind the computation
-    own = {name: column for name, column in schema.items() if name not in computed}
-    made = frozenset[str]().union(
-        *(fitted.makes for fitted in open_fitted(config.data, config.losses, signature, schema))
-    )
+    made = frozenset[str]()
     # everything that needs no row of the data, so that all of it is reported at once
-    misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
+    if finished:
+        manifest = read_record(finished / MANIFEST, ShardManifest)
+        misfits = data_problems(config, schema, signature, fitted=manifest.fitted)
+        misfits += cache_problems(finished, manifest, config.train, _least_ranks(config.parallel))
+    else:
+        # columns that are computed have their final type and shape only behind the computation
+        own = {name: column for name, column in schema.items() if name not in computed}
+        made = made.union(*(each.makes for each in open_fitted(config.data, config.losses, signature, schema)))
+        misfits = [*data_problems(config, own, signature, made=made), *text_problems(config, schema, signature)]
     if config.export.training:
         misfits += _training_files(config.model.path, config.losses, signature)
     misfits += [
@@ -119,6 +129,9 @@ def _misfits(config: RunConfig) -> list[str]:
     if misfits:
         misfits += _selected(config.model)
         return misfits
+    # of finished shards all columns are as they are trained on
+    if finished:
+        return []
     # from here on rows are read, which takes time and fails at the first bad one
     recipe = recipe_of(config, signature, schema)
     check_named_files(recipe)
@@ -128,6 +141,11 @@ def _misfits(config: RunConfig) -> list[str]:
     if not misfits:
         check_held_out(recipe)
     return misfits
+
+
+def _least_ranks(parallel: ParallelConfig) -> int:
+    """Return the ranks of a run, as far as they are known before a layout is chosen."""
+    return 1 if parallel.sizes == "auto" else parallel.world_size
 
 
 def _selected(model: ModelConfig) -> Iterator[str]:

@@ -26,3 +26,8 @@ def onward_home() -> Path:
 def download_cache() -> Path:
     """Return the directory of local copies of remote files; it may be deleted while no run uses it."""
     return onward_home() / "downloads"
+
+
+def streamed_files() -> Path:
+    """Return the directory of the shard files of servers (data/storage/shard_cache.py)."""
+    return onward_home() / "streamed"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.batches import block_order, sample_stream
+from onward.trainer.data.batches import block_order
 from onward.trainer.data.batches.block_order import permutation_in_blocks, rows_per_block
 from onward.trainer.data.batches.sample_stream import SampleStream
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
@@ -23,8 +23,7 @@ from tests.support.shards import make_shards
 
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (block_order, sample_stream):
-        monkeypatch.setattr(module, "WINDOW_BLOCKS", 4)
+    monkeypatch.setattr(block_order, "WINDOW_BLOCKS", 4)
 
 
 def stream(size: int, block: int, seed: int = 3) -> SampleStream:

@@ -41,10 +41,23 @@ class DataConfig(Section):
     """A file, a directory or a glob, also by URL; or `digits` (scikit-learn's 1,797 images), or `stdlib` (the text of
     Python's standard library). Relative to the config file; on the command line, to the working directory."""
     format: Literal[
-        "auto", "csv", "parquet", "jsonl", "npz", "text", "digits", "arrow", "pb", "images", "audio", "webdataset"
+        "auto",
+        "csv",
+        "parquet",
+        "jsonl",
+        "npz",
+        "text",
+        "digits",
+        "arrow",
+        "shards",
+        "pb",
+        "images",
+        "audio",
+        "webdataset",
     ] = "auto"
     """The format of the source; `auto` decides by its name. `images` and `audio` are files in a folder for each class,
-    `webdataset` tar files, `arrow` Onward's own shards, `pb` those of ONNX Runtime's trainer. Of a directory of text
+    `webdataset` tar files, `arrow` single files of Onward's shards, `shards` a directory of them with its manifest,
+    which may be at a URL and larger than the disk, `pb` those of ONNX Runtime's trainer. Of a directory of text
     the files in .py are read, or else, with `[data.text]`, those in .txt; a glob names others: `notes/**/*.md`."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources in place of `source`, each with a weight, mixed anew in each epoch. An epoch has as many samples

@@ -42,12 +42,13 @@ class TrainConfig(Section):
     """Weight updates to make; 0 = as many as `num_epochs` takes."""
     num_epochs: Annotated[NonNegativeFloat, COMMON] = 0.0
     """Passes over the training data (a fraction is allowed); 0 = `num_steps` decides."""
-    shuffle: bool | Literal["length", "blocks"] = True
+    shuffle: bool | Literal["length", "blocks", "files"] = True
     """Shuffle the samples anew in each epoch; false = the order of the data. `length` = shuffle them so that the
     samples of a step have similar lengths: micro-batches need little padding, and replicas have equal work. Each sample
     is still taken once per epoch, at a place that depends on the seed alone. `blocks` = for data that is larger than
     the memory: shuffle blocks of about 1 MB, and the rows of 256 blocks together, so that an epoch reads the shards
-    about once."""
+    about once. `files` = for shards at a URL that are larger than the disk: shuffle whole shard files, and the rows of
+    16 files together, so that an epoch fetches each file once."""
     seed: NonNegativeInt = 0
     """Seed of the sample order and of the dropout masks. Both are functions of the seed and the step alone."""
     clip_norm: NonNegativeFloat = 1.0

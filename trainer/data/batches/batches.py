@@ -132,7 +132,7 @@ class Batches:
     ) -> None:
         self._shards = shards
         self.num_rows = shards.num_rows
-        samples = sample_stream(shards.sizes, shards.size_bytes, config.data, config.train)
+        samples = sample_stream(shards.sizes, shards.size_bytes, shards.rows_of_file, config.data, config.train)
         self._stream: Stream = samples
         self._collate = _Collate(shards, config, signature, device)
         if config.train.shuffle == "length":
@@ -150,7 +150,7 @@ class Batches:
         self._same_length = config.parallel.pipeline > 1
         # one worker: batches are made in the order of the steps
         self._worker = ThreadPoolExecutor(max_workers=1, initializer=_set_device, initargs=(device,))
-        self._ahead = ShardReadAhead(shards, samples)
+        self._ahead = ShardReadAhead(shards, samples, self._num_samples)
         # (position, count) of what is prepared, and the batches
         self._next: tuple[tuple[int, int], Future[list[Batch]]] | None = None
         self.wait_s = 0.0

@@ -10,6 +10,9 @@ follow each other are permuted together:
 
 So while one window is trained on, the blocks of the next one are read ahead, each in one piece. All of it is computed
 from the seed, the epoch and the position.
+
+With train.shuffle = "files" a block is a shard file: the first one begins at row 0, and a window has FILES_TOGETHER. So
+an epoch needs each file once, in one piece, which is what a server of files is good at.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onward.trainer.data.schema.permutation import Array, hash_key, permutation
+from onward.trainer.data.storage.shards import FILES_TOGETHER
 
 BLOCK_BYTES = 1 << 20
 """About the size of a block. A number of rows is chosen once for all, so it changes the order of samples."""
@@ -32,15 +36,27 @@ def rows_per_block(size_bytes: int, num_rows: int) -> int:
     return int(2 ** max(0, round(np.log2(BLOCK_BYTES / row_bytes))))
 
 
+def rows_of_window(block: int, *, of_files: bool) -> int:
+    """Return how many rows are mixed. block: the rows of one; of_files: whether blocks are shard files."""
+    return block * (FILES_TOGETHER if of_files else WINDOW_BLOCKS)
+
+
 def permutation_in_blocks(
-    positions: Array, size: int, block: int, *, seed: int, epoch: int | str, mixed: bool = True
+    positions: Array,
+    size: int,
+    block: int,
+    *,
+    seed: int,
+    epoch: int | str,
+    mixed: bool = True,
+    of_files: bool = False,
 ) -> Array:
     """Return where the shuffle puts each position [n] of 0..size-1: int64 [n]. block: its rows.
 
-    mixed: whether the rows of a window are permuted; else only the blocks are.
+    mixed: whether the rows of a window are permuted; else only the blocks are. of_files: as in `rows_of_window`.
     """
     places = positions
-    window = block * WINDOW_BLOCKS
+    window = rows_of_window(block, of_files=of_files)
     if mixed:
         places = np.empty_like(positions)
         windows = positions // window
@@ -58,7 +74,8 @@ def permutation_in_blocks(
     if blocks:
         of_block = permutation(places[full] // block, blocks, seed=seed, epoch=f"{epoch} blocks")
         rows[full] = of_block * block + places[full] % block
-    shift = int(hash_key("first block", seed, epoch) % np.uint64(size))
+    # a block of a file must not reach into the next one
+    shift = 0 if of_files else int(hash_key("first block", seed, epoch) % np.uint64(size))
     return (rows + shift) % size
 
 
@@ -69,8 +86,12 @@ class Ranges(NamedTuple):
     length: int
 
 
-def ranges_of_window(position: int, size: int, block: int) -> Ranges:
-    """Return the blocks of the window that a position of an epoch is in, as halves of them: places before mixing."""
-    half = max(1, block // 2)
-    first = position - position % (block * WINDOW_BLOCKS)
-    return Ranges(np.arange(first, min(first + block * WINDOW_BLOCKS, size), half), half)
+def ranges_of_window(position: int, size: int, block: int, window: int) -> Ranges:
+    """Return the blocks of the window that a position of an epoch is in, or their halves: places before mixing.
+
+    window: its rows.
+    """
+    # no range may reach into another block, which is somewhere else in the data
+    length = block if block % 2 else block // 2
+    first = position - position % window
+    return Ranges(np.arange(first, min(first + window, size), length), length)

@@ -26,9 +26,9 @@ import numpy as np
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.batches.block_order import (
-    WINDOW_BLOCKS,
     permutation_in_blocks,
     ranges_of_window,
+    rows_of_window,
     rows_per_block,
 )
 from onward.trainer.data.schema.permutation import Array, permutation
@@ -39,15 +39,25 @@ class SampleStream:
     """The rows of the training split in the order of training.
 
     sizes: training rows of each source, which follow each other in the split. Without `shuffle`, an epoch takes one
-    source after the other. block: shuffle blocks of so many rows (block_order.py); 0 = all rows. Raises ConfigError for
-    a weight so small that an epoch has no sample of the source.
+    source after the other. block: shuffle blocks of so many rows (block_order.py); 0 = all rows. of_files: whether a
+    block is a shard file. Raises ConfigError for a weight so small that an epoch has no sample of the source.
     """
 
     def __init__(
-        self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool, block: int = 0
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        shuffle: bool,
+        block: int = 0,
+        of_files: bool = False,
     ) -> None:
         self.num_rows = sum(sizes)
         self._block = block
+        self._of_files = of_files
+        self.window = rows_of_window(block, of_files=of_files)
+        """How many positions of an epoch have rows that are read together; 0 = all."""
         self._sizes = sizes
         self._seed = seed
         self._shuffle = shuffle
@@ -74,11 +84,13 @@ class SampleStream:
     def read_with(self, position: int) -> tuple[Array, int]:
         """Return the ranges of rows that are read together with the row at a position, but for a few of the rows.
 
-        Only of a stream in blocks. Returns the first rows of the ranges, int64 [n], and how many rows each has.
+        Only of a stream with a window. Returns the first rows of the ranges, int64 [n], and how many rows each has.
         """
         epoch, place = divmod(position, self.num_rows)
-        ranges = ranges_of_window(place, self.num_rows, self._block)
-        slots = self._permuted(ranges.firsts, self.num_rows, epoch, mixed=False)
+        ranges = ranges_of_window(place, self.num_rows, self._block, self.window)
+        slots = ranges.firsts
+        if self._shuffle:
+            slots = self._permuted(slots, self.num_rows, epoch, mixed=False)
         return self._rows_at(slots, np.full(len(slots), epoch)), ranges.length
 
     @property
@@ -86,14 +98,11 @@ class SampleStream:
         """Whether the samples are in another order than the rows."""
         return self._shuffle
 
-    @property
-    def window(self) -> int:
-        """Return how many positions of an epoch have rows that are read together; 0 = all."""
-        return self._block * WINDOW_BLOCKS
-
     def _permuted(self, places: Array, size: int, epoch: int | str, *, mixed: bool = True) -> Array:
         if self._block:
-            return permutation_in_blocks(places, size, self._block, seed=self._seed, epoch=epoch, mixed=mixed)
+            return permutation_in_blocks(
+                places, size, self._block, seed=self._seed, epoch=epoch, mixed=mixed, of_files=self._of_files
+            )
         return permutation(places, size, seed=self._seed, epoch=epoch)
 
     def _rows_at(self, slots: Array, epochs: Array) -> Array:
@@ -127,14 +136,24 @@ class SampleStream:
         return rows
 
 
-def sample_stream(sizes: Sequence[int], size_bytes: int, data: DataConfig, train: TrainConfig) -> SampleStream:
+def sample_stream(
+    sizes: Sequence[int], size_bytes: int, rows_of_file: int, data: DataConfig, train: TrainConfig
+) -> SampleStream:
     """Return the order in which a run takes its training rows, `sizes` of each source. Raises as SampleStream does.
 
-    size_bytes: of all of them, in the shards.
+    size_bytes: of all of them, in the shards. rows_of_file: of each shard file but the last one.
     """
     weights = [source.weight for source in data.mixture]
-    block = rows_per_block(size_bytes, sum(sizes)) if train.shuffle == "blocks" else 0
-    return SampleStream(sizes, weights, seed=train.seed, shuffle=bool(train.shuffle), block=block)
+    of_files = takes_files_in_turn(train)
+    block = rows_of_file if of_files else 0
+    if train.shuffle == "blocks":
+        block = rows_per_block(size_bytes, sum(sizes))
+    return SampleStream(sizes, weights, seed=train.seed, shuffle=bool(train.shuffle), block=block, of_files=of_files)
+
+
+def takes_files_in_turn(train: TrainConfig) -> bool:
+    """Return whether an epoch needs each shard file once, beside a few others."""
+    return train.shuffle is False or train.shuffle == "files"
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:

@@ -4,12 +4,14 @@ shards that fit in memory     all files from their beginnings to their ends, onc
 train.shuffle = "blocks"      the blocks of the next window, while one is trained on
 small rows, shuffled          nothing ahead; of each row its pages alone, and nothing around them
 all else                      as the kernel reads by itself: ahead where the rows, or their pages, follow each other
+shards on a server            the files of this window and of the next one are fetched, and kept until it is over
 
 Which of them it is depends on the memory of this host; the samples do not.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -17,14 +19,22 @@ from onward.trainer.data.batches.sample_stream import SampleStream
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.run.machine.this_machine import fits_in_memory
 
+PAUSE_S = 0.5
+"""Until it is tried again to fetch what had no room, or no answer."""
+FETCHED_AT_A_TIME = 4
+
 SMALL_ROW = 64 << 10
 """Bytes. Of a larger row the kernel reads most in one go, which it does not where it reads nothing around a page."""
 
 
 class ShardReadAhead:
-    """Reads ahead for one replica. stream: the order of all samples, also where steps are ordered by length."""
+    """Reads ahead for one replica. stream: the order of all samples, also where steps are ordered by length.
 
-    def __init__(self, shards: Shards, stream: SampleStream) -> None:
+    end: the samples of the run; None = it has no end.
+    """
+
+    def __init__(self, shards: Shards, stream: SampleStream, end: int | None = None) -> None:
+        self._end = end
         self._shards = shards
         self._stream = stream
         self._thread = ThreadPoolExecutor(1, "read-ahead")
@@ -32,10 +42,16 @@ class ShardReadAhead:
         self._windows: set[int] = set()
         self._reading: list[Future[None]] = []
         fits = fits_in_memory(shards.size_bytes)
-        self._in_windows = bool(stream.window) and not fits
+        is_worth_it = shards.is_streamed or (stream.is_shuffled and not fits)
+        self._in_windows = stream.window > 0 and is_worth_it
+        self._here = 0
+        # window -> file of a server -> descriptor, until which is closed the file stays on the disk
+        self._held: dict[int, dict[int, int]] = {}
+        if self._in_windows or shards.is_streamed:
+            return
         if fits:
             self._reading.append(self._thread.submit(shards.read_ahead, self._ended.is_set))
-        elif not self._in_windows and stream.is_shuffled and shards.size_bytes <= SMALL_ROW * shards.num_rows:
+        elif stream.is_shuffled and shards.size_bytes <= SMALL_ROW * shards.num_rows:
             shards.read_nothing_around()
 
     def reach(self, position: int) -> None:
@@ -43,11 +59,17 @@ class ShardReadAhead:
         if not self._in_windows:
             return
         here = self._window_of(position)
+        if self._shards.is_streamed and here != self._here:
+            # files of the window before would leave no room, also for the other ranks of this host
+            self._shards.close_files()
+        self._here = here
         epoch, place = divmod(position, self._stream.num_rows)
         behind = position - place % self._stream.window + self._stream.window
         # the next window may be the first one of the next epoch
         following = min(behind, (epoch + 1) * self._stream.num_rows)
         for first in (position, following):
+            if self._end is not None and first >= self._end:
+                continue
             if (window := self._window_of(first)) not in self._windows:
                 self._windows.add(window)
                 self._reading.append(self._thread.submit(self._read_window, first))
@@ -61,7 +83,29 @@ class ShardReadAhead:
 
     def _read_window(self, position: int) -> None:
         firsts, count = self._stream.read_with(position)
-        self._shards.read_ahead_of(firsts, count, self._ended.is_set)
+        if self._shards.is_streamed:
+            self._fetch(self._window_of(position), self._shards.files_with(firsts, count))
+        else:
+            self._shards.read_ahead_of(firsts, count, self._ended.is_set)
+
+    def _fetch(self, window: int, files: list[int]) -> None:
+        """Fetch the files of a window and keep them, as soon as there is room, until the window is over."""
+        held = self._held.setdefault(window, {})
+        while window >= self._here and not self._ended.is_set():
+            self._release(self._here)
+            missing = [number for number in files if number not in held]
+            with ThreadPoolExecutor(FETCHED_AT_A_TIME) as threads:
+                descriptors = list(threads.map(self._shards.hold_ahead, missing))
+            held |= {number: each for number, each in zip(missing, descriptors, strict=True) if each is not None}
+            if len(held) == len(files):
+                return
+            self._ended.wait(PAUSE_S)
+
+    def _release(self, window: int) -> None:
+        """Let the files be deleted of the windows before this one."""
+        for passed in [each for each in self._held if each < window]:
+            for descriptor in self._held.pop(passed).values():
+                os.close(descriptor)
 
     def wait(self) -> None:
         """Wait until what was begun is read. Raises what the reading has raised."""
@@ -73,3 +117,4 @@ class ShardReadAhead:
         """End the thread; what it has not read is not read."""
         self._ended.set()
         self._thread.shutdown(cancel_futures=True)
+        self._release(max(self._held, default=0) + 1)

@@ -14,6 +14,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.audio.audio_decoding import AUDIO_SUFFIXES
 from onward.trainer.data.formats.arrow_files import arrow_blocks, parquet_blocks, parquet_parts, parquet_rows
 from onward.trainer.data.formats.digits import digits_block, digits_schema
+from onward.trainer.data.formats.finished_shards import refuse_to_read, shard_columns
 from onward.trainer.data.formats.npz_files import npz_blocks, npz_rows
 from onward.trainer.data.formats.parquet_footers import check_footers
 from onward.trainer.data.formats.table_readers import csv_blocks, csv_parts, estimated_rows, json_blocks, json_parts
@@ -171,6 +172,7 @@ FORMATS: Mapping[str, DataFormat] = {
     ),
     "npz": DataFormat(_each_file(npz_blocks), (".npz",), count_rows=npz_rows),
     "arrow": DataFormat(_each_file(arrow_blocks), (".arrow",)),
+    "shards": DataFormat(refuse_to_read, columns=shard_columns),
     "pb": DataFormat(_each_file(proto_blocks), (".pb",), rows_vary=True),
     "text": DataFormat(_text, settings=frozenset({"sequence_length"})),
     "digits": DataFormat(_digits, settings=frozenset({"image_size"}), columns=digits_schema),

@@ -9,12 +9,14 @@ from urllib.parse import urlsplit
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import is_registered, redacted, url_of
+from onward.trainer.data.formats.finished_shards import MANIFEST, ORIGIN, ShardOrigin, shard_head
 from onward.trainer.errors import ConfigError, DataError, Refused, UnsupportedModel
 from onward.trainer.onnx_graph.files.index import locations
 from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.home import download_cache
-from onward.trainer.run.records import read_record
+from onward.trainer.run.records import read_record, write_record
 from onward.trainer.run.remote.download_cleaning import mark_used
 from onward.trainer.run.remote.local_copies import LocalCopies, LocalCopy, urls_in
 from onward.trainer.run.remote.remote_files import download, joined_directory, key_of
@@ -100,12 +102,30 @@ def _fetched(setting: str, url: str) -> LocalCopy:
 def _several(url: str) -> LocalCopy:
     """Fetch a file, the files below a directory, or those that match a glob."""
     files = list_files(url)
+    if shards := _shards(url, files):
+        return shards
     fetched = download(files, download_cache(), redacted(url))
     key = key_of([file for file, _ in fetched])
     # a directory with one file is still a directory
     is_one = len(fetched) == 1 and url.partition("?")[0].endswith("/" + fetched[0][0].name)
     path = fetched[0][1] if is_one else joined_directory(fetched, download_cache(), _name(url), links=True)
     return _copy(url, path, key, files)
+
+
+def _shards(url: str, files: list[RemoteFile]) -> LocalCopy | None:
+    """Return the local copy of finished shards, of which only the manifest comes here; None for other files."""
+    found = [file for file in files if file.name == MANIFEST]
+    if not found:
+        return None
+    [(file, path)] = download(found, download_cache(), redacted(url))
+    head = shard_head(path)
+    if head is None:
+        return None
+    # a run knows its data by the name of the directory
+    place = download_cache() / file.key / head.key
+    write_record(place / ORIGIN, ShardOrigin(url=file.url.removesuffix(f"/{MANIFEST}")))
+    write_durably(place / MANIFEST, path.read_bytes())
+    return _copy(url, place, file.key, [file])
 
 
 def _model(url: str) -> LocalCopy:

@@ -16,6 +16,7 @@ import numpy as np
 
 from onward.trainer.bounds import SOURCE_FILES, check_regular
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.formats.finished_shards import MANIFEST, shards_at
 from onward.trainer.data.formats.format_table import COMPRESSED, FORMATS, DataFormat, Request, suffixes
 from onward.trainer.data.formats.text_files import unit_of
 from onward.trainer.data.images.image_sources import check_classes, held_out_names, refuse_empty_classes
@@ -67,6 +68,8 @@ def locate(source: str, data: DataConfig) -> Source:
         except OSError as error:
             raise DataError(f"{source} cannot be read: {error.strerror}") from None
         found = {path.name: path}
+    elif data.format in ("auto", "shards") and shards_at(data.model_copy(update={"source": source})):
+        return Source("shards", ((MANIFEST, path / MANIFEST),), source)
     elif path.is_dir() and (found := saved_dataset(path)):
         refuse_outside(source, found.items(), data)
         return Source("arrow", tuple(found.items()), source)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.formats.finished_shards import shards_at
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.column_computers import (
     ColumnComputer,
@@ -37,6 +39,7 @@ from onward.trainer.data.schema.fitted import Fitted, all_fitted, complete_rows
 from onward.trainer.data.schema.permutation import permutation
 from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.recipe import recipe_of
+from onward.trainer.data.storage.shards import Split, open_shards
 from onward.trainer.errors import DataError
 
 COUNTED_BYTES = 16 << 20
@@ -45,6 +48,8 @@ FITTED_BLOCKS = 4
 """Blocks of such a source from which class names and means are taken."""
 KEPT_BYTES = 64 << 20
 """About the most that the rows take which are kept."""
+SPREAD_FILES = 4
+"""Files of finished shards from which rows are taken that shall stand for all."""
 MAX_NAMED = 5
 """Bad rows that a message names."""
 
@@ -82,6 +87,8 @@ def read_first_rows(
     Raises DataError when the source cannot be read or holds no row to train on, and the errors of `read_and_computed`.
     """
     data = config.data
+    if directory := shards_at(data):
+        return _first_of_shards(directory, most, spread=spread)
     recipe = recipe_of(config, signature, schema)
     stored = recipe.columns
     computers = recipe.computers
@@ -108,6 +115,21 @@ def read_first_rows(
     joined = {name: _joined([part[name] for part in gathered.parts]) for name in result}
     counts = gathered.counts if is_counted else None
     return FirstRows(result, recipe.pad_values, joined, gathered.num_kept, counts, all_fitted(computers))
+
+
+def _first_of_shards(directory: Path, most: int, *, spread: bool) -> FirstRows:
+    """Return rows of finished shards, of which the manifest has the numbers; spread: of several files."""
+    shards = open_shards(directory, "train")
+    row_bytes = shards.size_bytes // max(1, shards.num_rows)
+    most = max(1, min(most, shards.num_rows, KEPT_BYTES // max(row_bytes, 1)))
+    # of a server each file is fetched whole: a few of them stand for all
+    few = min(SPREAD_FILES, -(-shards.num_rows // shards.rows_of_file)) if spread else 1
+    starts = np.linspace(0, shards.num_rows - -(-most // few), few).astype(np.int64)
+    rows = np.unique(np.concatenate([start + np.arange(-(-most // few)) for start in starts]))[:most]
+    manifest = shards.manifest
+    counts = manifest.rows("train"), manifest.rows("evaluation")
+    values = shards.read(rows)
+    return FirstRows(shards.columns, shards.pad_values, values, len(rows), counts, shards.fitted)
 
 
 class _Gathered(NamedTuple):
@@ -183,6 +205,9 @@ def _spread(blocks: Iterable[tuple[Block, Array]], num_rows: int, most: int) -> 
 
 def source_bytes(data: DataConfig) -> int:
     """Return the size of all files of the source."""
+    if directory := shards_at(data):
+        manifest = open_shards(directory, "train").manifest
+        return sum(file.bytes for split in get_args(Split) for file in manifest.files(split))
     return sum(path.stat().st_size for source in sources.all_sources(data) for _, path in source.files)
 
 

@@ -12,6 +12,7 @@ from onward.trainer.data.losses_from_data import count_classes, counted_columns
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.shards import ShardManifest, Shards
+from onward.trainer.errors import ConfigError
 from onward.trainer.run.records import write_record
 
 
@@ -23,12 +24,10 @@ def with_label_statistics(
     Numbers of the classes for "balanced" weights, and units for labels that are standardised. Shards without them were
     made for another loss, or by an earlier version. Raises the errors of `units_of_column`.
     """
-    stored = {column.name: column for column in manifest.columns}  # labels that are made with each batch are not
+    uncounted, unscaled = _unknown(manifest, losses)
+    stored = {column.name: column for column in manifest.columns}
     known = {name: manifest.fitted.get(name, Fitted()) for name in stored}
-    counted = [name for name in counted_columns(losses) if name in stored]
-    uncounted = [name for name in counted if not known[name].class_counts]
-    kinds = {name: kind for name, kind in standardised_columns(losses).items() if name in stored}
-    unscaled = [name for name, kind in kinds.items() if kind not in known[name].label_units]
+    kinds = standardised_columns(losses)
     if not uncounted and not unscaled:
         return manifest
 
@@ -47,3 +46,23 @@ def with_label_statistics(
     manifest = manifest.model_copy(update={"fitted": fitted}).with_digest()
     write_record(directory / "manifest.json", manifest)
     return manifest
+
+
+def check_label_statistics(manifest: ShardManifest, losses: Sequence[LossConfig]) -> None:
+    """Raise ConfigError if finished shards lack what losses need to know of all labels: they stay as they are."""
+    uncounted, unscaled = _unknown(manifest, losses)
+    if lacking := [*uncounted, *unscaled]:
+        raise ConfigError(
+            f"the finished shards {manifest.key} do not have the numbers of the classes, or the units, of label "
+            f"{', '.join(lacking)}, which [loss] needs: make them by a run with the same [loss]"
+        )
+
+
+def _unknown(manifest: ShardManifest, losses: Sequence[LossConfig]) -> tuple[list[str], list[str]]:
+    """Return the labels whose classes are to be counted, and those whose units are to be found."""
+    stored = {column.name for column in manifest.columns}  # labels that are made with each batch are not
+    known = {name: manifest.fitted.get(name, Fitted()) for name in stored}
+    counted = stored.intersection(counted_columns(losses))
+    uncounted = sorted(name for name in counted if not known[name].class_counts)
+    kinds = {name: kind for name, kind in standardised_columns(losses).items() if name in stored}
+    return uncounted, [name for name, kind in kinds.items() if kind not in known[name].label_units]

@@ -11,6 +11,7 @@ from itertools import islice
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.formats.finished_shards import shards_at
 from onward.trainer.data.formats.format_table import Request
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.inferred_schema import infer_schema
@@ -79,8 +80,10 @@ class Recipe:
 def recipe_of(config: RunConfig, signature: Signature, schema: Schema | None = None) -> Recipe:
     """Return what a configuration reads, computes and stores. schema: the columns of the source, if they are known.
 
-    Raises DataError as `stored_columns`, and the errors of `read_and_computed`.
+    Raises DataError as `stored_columns` and for finished shards, and the errors of `read_and_computed`.
     """
+    if shards_at(config.data):
+        raise DataError(f"{config.data.source} holds finished shards, and what they were made of is not known")
     schema = schema or infer_schema(config.data)
     columns, computers = read_and_computed(config, signature, schema)
     return Recipe(config.data, stored_columns(config.data, columns, schema), computers, config)

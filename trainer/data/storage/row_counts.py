@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.formats.finished_shards import shards_at
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows, source_bytes
 from onward.trainer.data.storage.recipe import recipe_of
@@ -38,12 +39,13 @@ def count_rows(config: RunConfig, cache: Path) -> RowCount:
     """Return the numbers of rows. cache: the directory of shards. Raises DataError for a source that cannot be read."""
     size = source_bytes(config.data)
     if manifest := cached_shards(config, cache):
+        directory = shards_at(config.data)
         files = [file for split in (manifest.train, manifest.evaluation, manifest.test) for file in split]
         return _evaluated(
             config.data.evaluation_rows,
             manifest.rows("train"),
             manifest.rows("evaluation"),
-            f"the shards in the cache, {cache / manifest.key}",
+            f"the shards {directory}" if directory else f"the shards in the cache, {cache / manifest.key}",
             shard_bytes=sum(file.bytes for file in files),
         )
     # one row is asked for: all are counted on the way where the source is small
@@ -60,6 +62,8 @@ def _evaluated(most: int, train: int, evaluation: int, source: str, *, shard_byt
 
 def cached_shards(config: RunConfig, cache: Path) -> ShardManifest | None:
     """Return the manifest of the shards that the run would use, if they exist and finding them takes no long time."""
+    if directory := shards_at(config.data):
+        return read_record(directory / "manifest.json", ShardManifest)
     if not cache.is_dir():
         return None
     recipe = recipe_of(config, read_training_signature(config.model))

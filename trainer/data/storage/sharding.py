@@ -28,6 +28,7 @@ from typing import Any, get_args
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.computations import read_and_computed
+from onward.trainer.data.formats.finished_shards import MANIFEST, shards_at
 from onward.trainer.data.formats.format_table import FORMATS
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.inferred_schema import infer_schema
@@ -37,12 +38,13 @@ from onward.trainer.data.schema.fitted import Fitted, all_fitted
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.files_of_cells import digests_of_named_files, naming_columns, outside_files
 from onward.trainer.data.storage.known_content import forget, known_before, once_read
-from onward.trainer.data.storage.label_statistics import with_label_statistics
+from onward.trainer.data.storage.label_statistics import check_label_statistics, with_label_statistics
 from onward.trainer.data.storage.part_processes import THIS_MACHINE
 from onward.trainer.data.storage.recipe import Recipe, recipe_of, stored_columns
+from onward.trainer.data.storage.shard_cache import server_of
 from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.sharding_progress import Report
-from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Split, damaged_files
+from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Split, damaged_files, manifest_problems
 from onward.trainer.data.storage.written_parts import StepRunner, is_divided
 from onward.trainer.data.storage.written_shards import write_shards
 from onward.trainer.errors import DataError, OnwardError
@@ -76,12 +78,29 @@ def make_training_shards(
 ) -> tuple[Path, ShardManifest, bool]:
     """Shard the data that a configuration trains on, with the columns that are computed; else as `shard`.
 
-    Raises the errors of `shard`, `read_training_signature` and `read_and_computed`.
+    Finished shards are used where they are. Raises the errors of `shard`, `read_training_signature` and
+    `read_and_computed`.
     """
     signature = read_training_signature(config.model)
+    if directory := shards_at(config.data):
+        manifest = _finished_manifest(directory, cache)
+        check_label_statistics(manifest, config.losses)
+        return directory, manifest, True
     labels = {name for loss in config.losses for name in loss.columns}
     directory, manifest, cached = shard(recipe_of(config, signature), cache, labels, report, runner)
     return directory, with_label_statistics(directory, manifest, config.data, config.losses, signature), cached
+
+
+def _finished_manifest(directory: Path, cache: Path) -> ShardManifest:
+    """Return the manifest of finished shards. Raises DataError for a directory that was renamed or is damaged."""
+    manifest = read_record(directory / MANIFEST, ShardManifest)
+    if directory.resolve().name != manifest.key:
+        # a run knows by this name whether its data is the same
+        raise DataError(f"{directory} holds the shards {manifest.key}: rename it to {directory.parent / manifest.key}")
+    problems = _damage(directory, manifest, cache / KNOWN)
+    if problems:
+        raise DataError(problems[:MAX_NAMED_ROWS])
+    return manifest
 
 
 def try_first_rows(
@@ -93,6 +112,8 @@ def try_first_rows(
     the errors of `read_and_computed`.
     """
     schema = schema or infer_schema(config.data)
+    if directory := shards_at(config.data):
+        return schema, read_record(directory / MANIFEST, ShardManifest).fitted
     read, computers = read_and_computed(config, signature, schema)
     if not computers:
         return schema, {}
@@ -190,7 +211,7 @@ def check_data(run: RunDir) -> tuple[CheckedData, ...]:
         return ()
     config = read_config(run)
     try:
-        manifest = read_record(run.shards / "manifest.json", ShardManifest)
+        manifest = read_record(run.shards / MANIFEST, ShardManifest)
         problems = tuple(damaged_files(run.shards, manifest))
     except OnwardError as error:
         return (CheckedData(name="shards", result="differ", problems=error.problems),)
@@ -199,6 +220,8 @@ def check_data(run: RunDir) -> tuple[CheckedData, ...]:
     if problems:
         forget(*_known_shards(directory, manifest))
     shards = CheckedData(name="shards", result="differ" if problems else "as written", problems=problems)
+    if shards_at(read_config(run).data):
+        return (shards,)
     try:
         recipe = recipe_of(config, read_training_signature(config.model))
         key = cache_key(recipe)
@@ -291,15 +314,21 @@ def _intact_manifest(directory: Path, *, explain: bool = False) -> ShardManifest
     return None if damaged else manifest
 
 
-def _damage(directory: Path, manifest: ShardManifest) -> list[str]:
-    """Return what is damaged. Large files that were intact before, and did not change since, are not read again."""
+def _damage(directory: Path, manifest: ShardManifest, known: Path | None = None) -> list[str]:
+    """Return what is damaged. Large files that were intact before, and did not change since, are not read again.
+
+    known: where that is kept. Files on a server are compared when they are fetched: only the manifest is read.
+    """
+    if server_of(directory):
+        return manifest_problems(directory, manifest)
     problems: list[str] = []
 
     def read() -> str:
         problems.extend(damaged_files(directory, manifest))
         return "" if problems else "intact"
 
-    once_read(*_known_shards(directory, manifest), read)
+    place, what, files = _known_shards(directory, manifest)
+    once_read(known or place, what, files, read)
     return problems
 
 

@@ -5,14 +5,17 @@
     CACHE/<key>/train-00001.arrow         the next rows; earlier versions could write .pb, too
     CACHE/<key>/evaluation-00000.arrow    the rows that are held out
 
-`sharding.py` writes them.
+`sharding.py` writes them. Of shards on a server the directory has `manifest.json` and `origin.json` alone, and a file
+is fetched when its rows are needed (shard_cache.py).
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,11 +27,13 @@ import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.formats.arrow_files import ArrowReader
+from onward.trainer.data.formats.finished_shards import MANIFEST
 from onward.trainer.data.formats.page_advice import advise_file
 from onward.trainer.data.formats.tensorproto_files import ProtoReader
 from onward.trainer.data.schema.columns import Array, Column, Schema, Values
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.permutation import hash_key, keyed_hash
+from onward.trainer.data.storage.shard_cache import server_of
 from onward.trainer.data.storage.soft_labels import SoftLabelFiles
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import sha256
@@ -108,9 +113,12 @@ def damaged_files(directory: Path, manifest: ShardManifest) -> list[str]:
 
     Reads every byte, two files at a time: the digest of one is computed while another is read from the disk.
     """
+    server = server_of(directory)
 
     def problem(file: ShardFile) -> str:
         path = directory / file.name
+        if server:
+            return server.problem(file)
         if not path.is_file():
             return f"{path} is missing"
         # the size is the cheapest difference
@@ -122,10 +130,15 @@ def damaged_files(directory: Path, manifest: ShardManifest) -> list[str]:
 
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(problem, (*manifest.train, *manifest.evaluation, *manifest.test)))
-    if manifest.digest != manifest.with_digest().digest:
-        why = "has changed" if manifest.digest else "has no digest: an earlier version wrote it"
-        found.insert(0, f"{directory / 'manifest.json'} {why}")
-    return list(filter(None, found))
+    return [*manifest_problems(directory, manifest), *filter(None, found)]
+
+
+def manifest_problems(directory: Path, manifest: ShardManifest) -> list[str]:
+    """Return one sentence if a manifest is not as it was written; else []."""
+    if manifest.digest == manifest.with_digest().digest:
+        return []
+    why = "has changed" if manifest.digest else "has no digest: an earlier version wrote it"
+    return [f"{directory / MANIFEST} {why}"]
 
 
 class _Reader(Protocol):
@@ -138,6 +151,8 @@ class _Reader(Protocol):
     def read_ahead_of(self, first: int, end: int) -> None: ...
 
 
+FILES_TOGETHER = 16
+"""Files whose rows are read together where the order is one of files (block_order.py)."""
 MOST_OPEN = 4096
 """Files that are mapped at a time, each several times: a process may have 65,530 mappings by default."""
 SHARD_READERS: dict[str, Callable[[Path, Sequence[Column]], _Reader]] = {"arrow": ArrowReader, "pb": ProtoReader}
@@ -159,6 +174,11 @@ class Shards:
         self._starts = np.cumsum([0, *(file.rows for file in self._files)])
         self._open: dict[int, _Reader] = {}
         self._opening = threading.Lock()
+        self._server = server_of(directory)
+        self._most_open = MOST_OPEN
+        if self._server:
+            # files that are open cannot make room for others; evaluations read one file after the other
+            self._most_open = FILES_TOGETHER if split == "train" else 2
         self.num_rows = int(self._starts[-1])
         self._chosen = _few(self.num_rows, most) if 0 < most < self.num_rows else None
         self.num_rows = self.num_rows if self._chosen is None else most
@@ -172,6 +192,16 @@ class Shards:
         self._reads_around = True
         self.size_bytes = manifest.size_bytes(split)
         """Of all files of the split."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the files come from a server when their rows are needed."""
+        return self._server is not None
+
+    @property
+    def rows_of_file(self) -> int:
+        """Return the rows of each file but the last one."""
+        return self._files[0].rows if self._files else 0
 
     @property
     def manifest(self) -> ShardManifest:
@@ -204,8 +234,7 @@ class Shards:
         # `side="right"`: a row that starts a file belongs to it, also behind files without rows
         files = np.searchsorted(self._starts, rows, side="right") - 1
         parts = {
-            int(file): self._reader(int(file)).read(rows[files == file] - self._starts[file])
-            for file in np.unique(files)
+            int(file): self._part(int(file), rows[files == file] - self._starts[file]) for file in np.unique(files)
         }
         # all rows are in one file, and in the order asked for
         if len(parts) == 1:
@@ -213,6 +242,15 @@ class Shards:
         # the parts are in the order of files; order[i] is where row i is in their concatenation
         order = np.argsort(np.argsort(files, kind="stable"))
         return {name: _concatenated([part[name] for part in parts.values()], order) for name in self.columns}
+
+    def _part(self, number: int, rows: Array) -> dict[str, Values]:
+        values = self._reader(number).read(rows)
+        if self._server:
+            # rows of varying length are views of the file, which may be deleted once its reader is closed
+            for name, column in values.items():
+                if isinstance(column, list):
+                    values[name] = [np.array(row) for row in column]
+        return values
 
     def lengths(self, names: Sequence[str]) -> Array:
         """Return the length of every row, summed over columns of varying length: int64 [rows]."""
@@ -243,6 +281,25 @@ class Shards:
                 start = int(self._starts[number])
                 self._reader(number).read_ahead_of(max(0, first - start), end - start)
 
+    def files_with(self, firsts: Array, count: int) -> list[int]:
+        """Return the numbers of the files that have ranges of `count` rows; firsts: their first rows, int64 [n]."""
+        lasts = np.minimum(firsts + count, int(self._starts[-1])) - 1
+        found: list[int] = np.unique(np.searchsorted(self._starts, [*firsts, *lasts], side="right") - 1).tolist()
+        return found
+
+    def hold_ahead(self, number: int) -> int | None:
+        """Fetch a file of a server; return a descriptor that keeps it, None where that is not possible now.
+
+        Raises DataError for a damaged file.
+        """
+        assert self._server is not None
+        return self._server.hold_if_possible(self._files[number])
+
+    def close_files(self) -> None:
+        """Close all files; one that is read again is opened again."""
+        with self._opening:
+            self._open.clear()
+
     def _reader(self, number: int) -> _Reader:
         with self._opening:
             return self._opened(number)
@@ -253,13 +310,20 @@ class Shards:
             self._open[number] = self._open.pop(number)
         else:
             file = self._files[number]
-            reader = SHARD_READERS[self._manifest.format](self._directory / file.name, list(self.columns.values()))
+            path = self._directory / file.name
+            descriptor = None
+            if self._server:
+                path, descriptor = self._server.hold(file, self._open.clear)
+            reader = SHARD_READERS[self._manifest.format](path, list(self.columns.values()))
+            if descriptor is not None:
+                # a thread may read from it after it was closed here; the lock ends with the mapping
+                weakref.finalize(reader, os.close, descriptor)
             if reader.num_rows != file.rows:
-                raise DataError(f"{self._directory / file.name} holds {reader.num_rows} rows, not {file.rows}")
+                raise DataError(f"{path} holds {reader.num_rows} rows, not {file.rows}")
             if not self._reads_around:
                 reader.read_nothing_around()
             self._open[number] = reader
-            if len(self._open) > MOST_OPEN:
+            if len(self._open) > self._most_open:
                 # of rows that were read from it, numpy keeps the mapping
                 del self._open[next(iter(self._open))]
         return self._open[number]
@@ -287,9 +351,7 @@ def open_shards(directory: Path, split: Split, *, for_file: bool = False, most: 
 
     Raises OnwardError when the directory has no manifest, DataError for damaged files.
     """
-    return Shards(
-        directory, read_record(directory / "manifest.json", ShardManifest), split, for_file=for_file, most=most
-    )
+    return Shards(directory, read_record(directory / MANIFEST, ShardManifest), split, for_file=for_file, most=most)
 
 
 def open_evaluated(directory: Path, data: DataConfig, split: Split = "evaluation", *, for_file: bool = False) -> Shards:

@@ -130,10 +130,11 @@ ENDINGS: Mapping[str, EndingRule] = {
     "preempted": EndingRule(),
     "storage": EndingRule(errors=("StorageUnavailable",), to_do=f"{MAKE_ROOM} or repair the disk; {{goes_on}}"),
     "server": EndingRule(
+        errors=("ServerUnavailable",),
         rank_errors=(
             *("ConnectionError", "ConnectionRefusedError", "ConnectTimeout", "ReadTimeout", "HTTPError", "URLError"),
         ),
-        to_do="start the server again (`onward up`); {goes_on}",
+        to_do="start the server again (Onward's own: `onward up`); {goes_on}",
     ),
     "unknown": EndingRule(to_do="the traceback is in flow.log (`onward logs`); {goes_on}"),
     # -- of runs alone

@@ -1,0 +1,83 @@
+"""Recognise finished shards as a data source: a directory with the manifest of shards (layout: storage/shards.py).
+
+They are the rows as they are trained on, so they are not read as a source: `make_training_shards` uses them as they
+are. Of shards behind a URL the local directory has the manifest and ORIGIN; the files come when their rows are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from onward.trainer.bounds import RECORD_BYTES, read_bounded
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.schema.columns import Block, Column, Schema
+from onward.trainer.errors import DataError
+from onward.trainer.run.record_base import Record
+
+MANIFEST = "manifest.json"
+ORIGIN = "origin.json"
+"""The record of the URL, beside a manifest without its files."""
+
+
+class ShardOrigin(Record):
+    """Where the files of a directory are that has only their manifest."""
+
+    url: str
+
+
+class ShardHead(BaseModel):
+    """What a source says of its rows: a part of the manifest of shards."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    key: str
+    columns: tuple[Column, ...]
+    file_columns: tuple[Column, ...] = ()
+    sizes: tuple[int, ...] = ()
+    train: tuple[Any, ...]
+    evaluation: tuple[Any, ...]
+
+
+def shard_head(manifest: Path) -> ShardHead | None:
+    """Return the head of the manifest of shards; None for a file that is absent, or something else."""
+    try:
+        return ShardHead.model_validate_json(read_bounded(manifest, RECORD_BYTES))
+    except (OSError, ValidationError):
+        return None
+
+
+def shards_at(data: DataConfig) -> Path | None:
+    """Return the directory of finished shards that [data] names as its source; None for any other source.
+
+    Raises DataError where [data] names further rows: the shards have those to evaluate on, too. So it does for shards
+    of several sources, whose weights only the run has that made them.
+    """
+    directory = Path(data.source)
+    head = shard_head(directory / MANIFEST)
+    if head is None:
+        return None
+    others = ("sources", "evaluation_source", "test_source")
+    if named := [f"data.{name}" for name in others if getattr(data, name)]:
+        raise DataError(
+            f"{data.source} holds finished shards, which have the rows to evaluate on: remove {' and '.join(named)}"
+        )
+    if head.sizes:
+        raise DataError(f"{data.source} holds shards of {len(head.sizes)} sources: make shards of one source")
+    return directory
+
+
+def shard_columns(data: DataConfig) -> Schema:
+    """Return the columns of finished shards by name."""
+    head = shard_head(Path(data.source) / MANIFEST)
+    assert head is not None
+    return {column.name: column for column in (*head.columns, *head.file_columns)}
+
+
+def refuse_to_read(files: Sequence[tuple[str, Path]], request: object) -> Iterator[tuple[str, Block]]:
+    """Raise DataError, where rows are wanted as they were before they were sharded."""
+    yield from ()
+    raise DataError(f"{files[0][1].parent} holds finished shards: their rows cannot be read as those of a source")

@@ -311,6 +311,7 @@ def test_killed_before_any_call_the_old_or_the_new_checkpoint_is_whole(role: Cal
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_without_room_on_the_disk_all_ranks_say_so_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
     if not may_mount():
         pytest.skip("a small disk of its own needs the right to mount")

@@ -135,6 +135,7 @@ def ship_and_die(run: RunDir, uri: str, run_id: str) -> int:
         killed += 1
 
 
+@pytest.mark.slow
 def test_shippers_killed_anywhere_and_attempts_killed_inside_a_line(tmp_path: Path) -> None:
     run, tracker = RunDir(tmp_path), new_run()
     script = [sys.executable, "-m", "tests.equivalence.test_event_log_ships_once"]

@@ -56,6 +56,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_the_file_is_verified_with_the_numbers_that_the_module_drew(one_rank: RunDir) -> None:
     exported = export_file(one_rank, one_rank.checkpoint(8))
     assert exported.parity < 2e-6

@@ -52,6 +52,7 @@ def ranks_of(run: RunDir) -> dict[int, psutil.Process]:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_torchrun_trains_the_same_bits_as_mpirun_and_goes_on_after_a_killed_rank(tmp_path: Path) -> None:
     by_mpirun = make_run(tmp_path / "mpirun", graphs.tiny_conv_net(), tiny_images(80), **SETTINGS)
     train_run(by_mpirun)

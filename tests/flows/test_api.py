@@ -215,6 +215,7 @@ importlib.util.find_spec = lambda name, *rest: None if name in absent else real(
 """Makes a process find none of the packages of the extra `flow`."""
 
 
+@pytest.mark.slow
 def test_without_prefect_and_mlflow_the_trainer_works_and_a_run_says_what_to_install(home: Path, model: Path) -> None:
     program = (
         WITHOUT_FLOW

@@ -68,6 +68,7 @@ def on_a_full_directory_for_temporary_files(folder: Path) -> None:
     refused(home, f"No space left on device: the disk of {folder} has 0 bytes free; make room")
 
 
+@pytest.mark.slow
 def test_a_run_without_room_for_temporary_files_is_refused_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

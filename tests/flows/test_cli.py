@@ -529,6 +529,7 @@ def test_a_reference_model_larger_than_the_memory_is_refused_before_it_is_taken(
     assert not (tmp_path / "model.onnx").exists()
 
 
+@pytest.mark.slow
 def test_a_command_without_enough_memory_says_so_and_writes_nothing(tmp_path: Path) -> None:
     limited = f"ulimit -v {900 << 10}; exec {sys.executable} -m onward.flows.cli reference gpt2 -o model.onnx"
     one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

@@ -133,6 +133,7 @@ def full(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not may_mount(), reason="this user may not mount a file system in a namespace of its own")
+@pytest.mark.slow
 def test_a_home_that_cannot_be_written_and_a_full_disk_are_problems(tmp_path: Path) -> None:
     said = on_a_small_disk(unwritable, tmp_path).stdout.splitlines()
     assert said[0] == f"problem home: no right to write to {tmp_path}/home (mode 0700)"

@@ -30,6 +30,7 @@ def workshop(tmp_path: Path) -> Iterator[Workshop]:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_the_same_command_begins_a_run_goes_on_with_it_and_finds_it_done(
     workshop: Workshop, only_servers: None
 ) -> None:

@@ -95,6 +95,7 @@ def planned(configuration: Path, *changes: str, **options: str) -> Plan:
     return plan(load_config(configuration, [*changes, f"launch.num_ranks={cluster.num_ranks}"]), None, cluster)
 
 
+@pytest.mark.slow
 def test_a_cluster_decides_the_ranks_the_times_and_what_failures_cost(configuration: Path) -> None:
     words = ["--device", "H100", "--hosts", "2x4", "--network", "50GB/s", "--latency", "5us", "--failures-every", "6h"]
     given = ["parallel.data=8", "launch.device=cuda"]
@@ -128,6 +129,7 @@ def test_sizes_with_another_product_than_the_hosts_have_are_refused(configuratio
         api.plan(str(configuration), {"parallel.data": 8}, cluster=cluster)
 
 
+@pytest.mark.slow
 def test_a_slower_network_more_hosts_and_a_longer_way_take_longer(configuration: Path) -> None:
     def waited(**options: str) -> float:
         found = planned(configuration, "parallel.data=8", **options)

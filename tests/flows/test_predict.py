@@ -71,6 +71,7 @@ def workshop(tmp_path: Path) -> Iterator[Workshop]:
 # -- the command
 
 
+@pytest.mark.slow
 def test_a_run_predicts_a_table_into_a_file_and_is_measured_on_it(run: RunDir, workshop: Workshop) -> None:
     source, out = workshop.root / "t.csv", workshop.root / "out.parquet"
     facts = workshop.onward("predict", str(run.root), str(source), "-o", str(out))

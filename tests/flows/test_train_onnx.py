@@ -207,6 +207,7 @@ def test_after_a_killed_rank_or_mpirun_the_retry_writes_the_same_bytes_as_an_und
 
 
 @whole
+@pytest.mark.slow
 def test_after_a_killed_rank_the_flow_tries_again_and_after_a_killed_flow_resume_writes_the_same_bytes(
     workshop: Workshop, undisturbed: dict[str, Any]
 ) -> None:

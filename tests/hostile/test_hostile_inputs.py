@@ -32,6 +32,7 @@ def _try(*arguments: str, timeout_s: float) -> str:
 
 
 @pytest.mark.timeout(1500)  # each case has limits of its own, which do not depend on what else the machine does
+@pytest.mark.slow
 def test_no_family_of_hostile_inputs_gives_a_traceback_hangs_or_takes_a_gigabyte() -> None:
     printed = _try("--cases", "2", timeout_s=1400)
     assert f"{2 * len(FAMILIES)} cases, 0 failed" in printed, printed

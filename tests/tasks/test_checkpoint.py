@@ -207,6 +207,7 @@ def test_a_checkpoint_with_the_evaluation_of_an_earlier_step_is_not_the_best(tmp
     assert [(info.step, info.metrics) for info in announced(run)][1:] == [(2, {}), (3, {"evaluation/loss": 0.3})]
 
 
+@pytest.mark.slow
 def test_an_outage_of_mlflow_only_delays_the_records(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

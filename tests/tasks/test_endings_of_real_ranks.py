@@ -147,6 +147,7 @@ def test_an_error_of_a_rank_has_its_class_whatever_the_number_of_ranks_and_is_no
     assert (only.kind, only.retry) == ("non_finite", 0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_somebody_starts_by_hand_ends_with_the_status_of_its_error(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     refused = read_config(run).model_dump(mode="json") | {"model": {"path": str(run.root / "absent.onnx")}}

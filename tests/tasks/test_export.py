@@ -209,6 +209,7 @@ def test_an_export_over_the_original_is_refused_before_it_starts(tmp_path: Path,
         task.export_file(run, run.checkpoint(7), tmp_path)
 
 
+@pytest.mark.slow
 def test_an_existing_file_that_no_export_has_written_is_kept(tmp_path: Path, process: Process, home: Path) -> None:
     process("export")
     run, target = make_run(tmp_path, new_run()), tmp_path / "out" / "seven.onnx"
@@ -251,6 +252,7 @@ def test_a_file_that_came_during_the_training_is_kept_and_so_is_a_neighbour(
     assert neighbour.read_text() == "notes of mine"
 
 
+@pytest.mark.slow
 def test_a_crash_between_the_record_and_the_file_does_not_stop_the_next_export(
     tmp_path: Path, process: Process, home: Path
 ) -> None:

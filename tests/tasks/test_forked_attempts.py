@@ -52,6 +52,7 @@ def rank_of(pid: int) -> int:
     return next(int(name[5:10]) for name in names if name.startswith("rank-"))
 
 
+@pytest.mark.slow
 def test_forked_ranks_that_are_killed_or_abort_are_named_and_the_next_attempt_resumes(tmp_path: Path) -> None:
     sections: dict[str, Any] = {"parallel": {"data": 2}, "checkpoint": {"period": 5}}
     step = {"global_batch_size": 8, "num_steps": 600, "evaluation_period": 0}

@@ -50,6 +50,7 @@ def state_of(server: str, flow_run: str) -> str:
     return str(api(server, f"/flow_runs/{flow_run}")["state"]["type"])
 
 
+@pytest.mark.slow
 def test_a_schedule_creates_runs_and_they_complete(workshop: Workshop, server: str) -> None:
     made = workshop.onward(
         "deploy", str(workshop.root / "config.toml"), "train.num_steps=20", "--name", "often", "--interval", "20"
@@ -66,6 +67,7 @@ def test_a_schedule_creates_runs_and_they_complete(workshop: Workshop, server: s
     assert run.exported.exists()
 
 
+@pytest.mark.slow
 def test_a_cron_expression_schedules_runs_in_its_time_zone(workshop: Workshop, server: str) -> None:
     config = str(workshop.root / "config.toml")
     made = workshop.onward("deploy", config, "--name", "yearly", "--cron", "0 2 1 1 *", "--timezone", "Europe/Berlin")

@@ -58,6 +58,7 @@ def read(deployment_id: str) -> Any:
         return client.read_deployment(deployment_id)
 
 
+@pytest.mark.slow
 def test_a_deployment_names_its_pool_its_queue_and_its_image(config: RunConfig) -> None:
     made = read(deploy(config, "a", place=Place(pool="gpus", queue="h100"))[0])
     assert (made.work_pool_name, made.work_queue_name, made.job_variables) == ("gpus", "h100", {})

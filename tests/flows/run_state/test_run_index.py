@@ -133,6 +133,7 @@ def test_a_damaged_index_is_made_again(home: Path, damage: str) -> None:
     assert not list(home.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_processes_that_write_the_index_at_once_leave_a_whole_one(home: Path) -> None:
     for number in range(20):
         failed_run(home, f"aaaa-{number:02d}", f"mlp-{number}")

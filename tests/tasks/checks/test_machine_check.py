@@ -38,6 +38,7 @@ def problems(tmp_path: Path, *, resumed: bool = False, **sections: Any) -> list[
     return machine_problems(dict(build_config({**given, **sections})), resumed=resumed)
 
 
+@pytest.mark.slow
 def test_weights_and_biases_needs_its_package_and_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(mode: str = "online", *, key: str = "") -> list[str]:
         """What a new process says, because wandb reads its environment and its login once."""

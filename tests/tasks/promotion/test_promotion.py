@@ -169,6 +169,7 @@ def team(tmp_path: Path, request: pytest.FixtureRequest) -> Team:
     return Team(tmp_path, request.node.name)
 
 
+@pytest.mark.slow
 def test_a_better_file_is_promoted_a_worse_one_stays_a_candidate_and_the_comparison_is_in_the_registry(
     team: Team,
 ) -> None:
@@ -253,6 +254,7 @@ def test_an_interval_above_zero_is_needed_where_a_confidence_is_asked_for(team: 
     assert team.champion == "2"
 
 
+@pytest.mark.slow
 def test_a_file_that_waits_for_approval_is_promoted_by_yes_and_not_by_no(team: Team) -> None:
     promote(*team.run("first", 0.5))
     for answer, champion in ((False, "1"), (True, "3")):

@@ -180,6 +180,7 @@ def test_a_run_of_an_earlier_version_has_no_file_and_gets_the_same_numbers(run: 
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_a_run_that_began_without_the_file_ends_with_the_bits_of_one_that_has_it(tmp_path: Path) -> None:
     rows = np.random.default_rng(0)
     columns = {"features": rows.normal(size=(60, 4)).astype(np.float32), "label": rows.integers(3, size=60) % 2}

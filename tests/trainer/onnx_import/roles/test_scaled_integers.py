@@ -260,6 +260,7 @@ def small_encoder() -> onnx.ModelProto:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_a_run_trains_a_sentence_encoder_of_integers_whole(tmp_path):
     model = small_encoder()
     ids = RANDOM.integers(0, ROWS, (60, 6))

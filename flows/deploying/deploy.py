@@ -15,7 +15,7 @@ from onward.flows.deploying.deployments import FLOW
 from onward.flows.deploying.signed_limits import KEY, refuse_unpublishable
 from onward.flows.deploying.work_pool import START, pool_of, problem_of_pool, template_file
 from onward.flows.form import short_form
-from onward.infra.mlflow.mlflow_store import without_password
+from onward.infra.servers.databases import without_password
 from onward.infra.servers.service_definitions import CLIENT_SETTINGS, POOL
 from onward.tasks.checks.registered_models import store_of
 from onward.trainer.config.run_config import RunConfig

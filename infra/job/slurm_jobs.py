@@ -117,7 +117,7 @@ def send(script: str, *, folder: str) -> str:
 
 
 def cancel(job: str) -> None:
-    """Cancel a job: all of its processes are signalled, and killed KillWait later, 30 s by default. Raises SlurmError."""
+    """Cancel a job: its processes are signalled, and killed KillWait later, 30 s by default. Raises SlurmError."""
     _said(["scancel", job])
 
 

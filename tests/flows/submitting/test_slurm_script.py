@@ -103,7 +103,7 @@ def test_what_squeue_says_is_read_and_after_it_what_the_accounting_says(
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Makes this process the script of job 7 of a Slurm that says `state`; returns the file of what Slurm is asked then."""
+    """Makes this process the script of job 7 of Slurm, which is in `state`; returns the file of what Slurm is asked."""
 
     def made(*, state: str = "RUNNING", ends_in_s: int = 9000, is_batch: bool = True) -> Path:
         ends = datetime.datetime.now().astimezone() + datetime.timedelta(seconds=ends_in_s)
@@ -165,14 +165,18 @@ def test_a_job_that_somebody_has_stopped_is_cancelled_in_place_of_requeued_and_n
     asked: Callable[..., Path],
 ) -> None:
     said = asked()
-    with pytest.raises(SystemExit), requeued("d1"):
+
+    def stopped() -> None:
         stop._end_job("d1", "7")
         raise SystemExit(143)
+
+    with pytest.raises(SystemExit), requeued("d1"):
+        stopped()
     assert said.read_text() == "cancel --batch --signal=TERM 7\ncancel 7\n"
     # Slurm has started it again, because a host was lost meanwhile
-    with pytest.raises(RuntimeUnavailable, match="has ended d1 in job 7 of Slurm; another job, by `onward submit`"):
-        with requeued("d1"):
-            pytest.fail("it goes on")
+    refused = "has ended d1 in job 7 of Slurm; another job, by `onward submit`"
+    with pytest.raises(RuntimeUnavailable, match=refused), requeued("d1"):
+        pytest.fail("it goes on")
     note_submission("d1", Submission(job="6", stopped=True))
     with requeued("d1"):
         pass

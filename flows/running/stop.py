@@ -10,7 +10,7 @@ import time
 
 from onward.flows.run_state.run_status import RunStatus, describe
 from onward.flows.run_state.runs import find_run, holder_of, is_running, reference_to, stop_limit_s
-from onward.flows.run_state.submission import Submission, note_submission
+from onward.flows.run_state.slurm_submission import Submission, note_submission
 from onward.infra.job import slurm_jobs
 from onward.infra.job.process_identity import is_gone
 from onward.trainer.errors import ConfigError, RuntimeUnavailable

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onward.flows.run_state.runs import holder_of, is_running, stop_limit_s
-from onward.flows.run_state.submission import Submission, note_submission, submission_of
+from onward.flows.run_state.slurm_submission import Submission, note_submission, submission_of
 from onward.flows.running.named_run import NAME
 from onward.infra.job import slurm_jobs
 from onward.infra.job.slurm_jobs import SlurmError, SlurmJob

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ import pytest
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record
-from tests.support.postgres import PASSWORD, QUOTED, Postgres, missing, postgres
+from tests.support.postgres import PASSWORD, QUOTED, USER, Postgres, missing, postgres
+from tests.support.ranks import ROOT
 from tests.support.workshop import Team, finished, reached, until
 
 pytestmark = [
@@ -37,8 +39,11 @@ def database() -> Iterator[Postgres]:
 
 @pytest.fixture
 def team(tmp_path: Path, database: Postgres) -> Iterator[Team]:
-    """Prefect and MLflow on PostgreSQL, by one variable each."""
-    variables = {PREFECT: database.url("prefect", driver="postgresql+asyncpg"), MLFLOW: database.url("mlflow")}
+    """Prefect and MLflow on PostgreSQL, by the variables on the page."""
+    shown = re.findall(r"^export (\w+)=(\S+)$", (ROOT / "docs/how-to/databases.md").read_text("utf-8"), re.M)
+    where = f"{USER}:{QUOTED}@127.0.0.1:{database.port}"
+    variables = {name: url.replace("USER:PASSWORD@HOST", where) for name, url in shown}
+    assert variables.keys() == {PREFECT, MLFLOW}
     team = replace(Team.made(tmp_path), variables=variables)
     yield team
     team.close()

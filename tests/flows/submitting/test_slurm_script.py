@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.flows.run_state.submission import Submission, note_submission, submission_of
+from onward.flows.run_state.slurm_submission import Submission, note_submission, submission_of
 from onward.flows.running import stop
 from onward.flows.submitting.slurm_script import requeued, script_of
 from onward.infra.job import slurm_jobs

@@ -90,7 +90,7 @@ def test_two_runs_at_once_outlive_an_outage_of_the_database_and_their_models_are
     aliases = "select alias, version from registered_model_aliases where alias = 'served'"
     assert database.rows("mlflow", aliases) == [["served", "2"]]
     again = team.onward("run", *words[1:2], "model.path='models:/shapes@served'", "train.num_steps=2")
-    assert again["steps"] == 2
+    assert again["step"] == 2
     links = team.onward("ui")
     assert read_record(runs[0].identity, RunIdentity).mlflow_url == ""
     assert links["last run in mlflow"].startswith(links["mlflow"].partition("/#")[0])

@@ -82,4 +82,4 @@ def test_pmix_is_used_where_it_is_and_the_whole_environment_reaches_the_ranks(sl
 def test_a_pmix_that_is_listed_and_has_no_library_is_not_used(slurms: Path) -> None:
     refusal = "srun: error: Invalid MPI type 'pmix', --mpi=list for acceptable types"
     slurms.write_text(f'#!/bin/sh\n[ "$1" = --mpi=list ] && echo pmix && exit\necho "{refusal}" >&2\nexit 1\n')
-    assert "--mpi=none" in Srun().arguments(Ranks(3, ("x",)), [sys.executable], {})
+    assert "--mpi=none" in Srun().arguments(Ranks(num_ranks=3, module=("x",)), [sys.executable], {})

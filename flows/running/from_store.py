@@ -217,11 +217,8 @@ def _is_finished(
 def _refuse_unknown_code(name: str, files: Mapping[str, str]) -> None:
     """Raise ConfigError unless each Python file of a run is also on this machine, in its place: who may write to the
     store could otherwise let this machine execute anything."""
-    unknown = [
-        f"{path}, SHA-256 {digest[:SHOWN]}"
-        for path, digest in files.items()
-        if not Path(path).is_file() or sha256(Path(path)) != digest
-    ]
+    here = {path: sha256(Path(path)) for path in files if Path(path).is_file()}
+    unknown = [f"{path}, SHA-256 {digest[:SHOWN]}" for path, digest in files.items() if here.get(path) != digest]
     if unknown:
         raise ConfigError(
             f"{name} executes Python from the store that is not on this machine: {'; '.join(unknown)}; put the same "

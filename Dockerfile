@@ -35,12 +35,12 @@ RUN if [ "$DEVICE" = cpu ]; then export PIP_EXTRA_INDEX_URL="$CPU_WHEELS"; fi; \
     python -m pip install --no-cache-dir -c /source/.ci/constraints.txt "/source[flow,mpi,metrics,sweep,remote,gcs,azure,huggingface,text,audio]" && rm -rf /source
 
 # The manifests of `onward submit --on kubernetes` have the number of the user. The keys are those that the MPI operator
-# mounts: of root, though readable, which StrictModes refuses.
+# mounts: of root, though readable, which StrictModes refuses. Only its pods, NAME-worker-0 and so on, are reached so.
 RUN useradd --create-home --uid 1000 onward && mkdir /work /onward && chown onward /work /onward
 RUN printf '%s\n' 'Port 2222' 'HostKey /home/onward/.ssh/id_rsa' 'AuthorizedKeysFile /home/onward/.ssh/authorized_keys' \
         'StrictModes no' 'PidFile none' 'UsePAM no' 'PasswordAuthentication no' 'MaxStartups 1000' \
         > /etc/ssh/sshd_config.onward \
-    && printf '%s\n' 'Host *' '    Port 2222' '    StrictHostKeyChecking no' '    UserKnownHostsFile /dev/null' \
+    && printf '%s\n' 'Host *-worker-*' '    Port 2222' '    StrictHostKeyChecking no' '    UserKnownHostsFile /dev/null' \
         '    LogLevel ERROR' > /etc/ssh/ssh_config.d/onward.conf
 USER onward
 ENV ONWARD_HOME=/home/onward/.onward

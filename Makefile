@@ -84,7 +84,7 @@ models/gpt2-stdlib.onnx: | .venv/ready
 .venv/ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "Onward needs Python 3.11, 3.12 or 3.13: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c .ci/constraints.txt -e ".[flow,mpi,metrics,sweep,remote,gcs,azure,huggingface,text,audio,wandb,dask,ray,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c .ci/constraints.txt -e ".[flow,mpi,metrics,sweep,remote,gcs,azure,huggingface,text,audio,wandb,dask,ray,postgres,dev]"
 	touch $@
 
 clean:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onward.infra.servers.databases import named_database
 from onward.trainer.run.directory import onward_home
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def own_prefect(kinds: Collection[str]) -> Iterator[SyncPrefectClient | None]:
     None if there has never been a server, or if neither runs nor records of Prefect are among the kinds to remove.
     Raises RuntimeUnavailable when the server does not start.
     """
-    if not database().exists() or not {"run", "prefect"} & set(kinds):
+    has_records = database().exists() or bool(named_database("prefect"))
+    if not has_records or not {"run", "prefect"} & set(kinds):
         yield None
         return
     from onward.flows.running.local_run import prefect_server

@@ -11,10 +11,11 @@ from typing import Any, cast
 from uuid import UUID
 
 from onward.flows.deploying.deployment_limits import Limits, limits_of, record
+from onward.flows.deploying.deployments import FLOW
 from onward.flows.deploying.signed_limits import KEY, refuse_unpublishable
 from onward.flows.deploying.work_pool import START, pool_of, problem_of_pool, template_file
 from onward.flows.form import short_form
-from onward.infra.mlflow.mlflow_store import without_password
+from onward.infra.servers.databases import without_password
 from onward.infra.servers.service_definitions import CLIENT_SETTINGS, POOL
 from onward.tasks.checks.registered_models import store_of
 from onward.trainer.config.run_config import RunConfig
@@ -92,7 +93,7 @@ def deploy(
     job_variables = _job_variables(place)
     limits = limits_of(name, dict(config), allowed, all_waiting=all_waiting)
     # before anything changes in Prefect: a deployment without its limits would be scheduled, and its runs refused
-    refuse_unpublishable(limits.model_dump_json())
+    refuse_unpublishable(limits.model_dump_json(), _id_of(name))
     # As JSON, which Prefect stores. What has its default is left out, so that the parameters of a run fit a screen.
     parameters: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
     deployment = train_onnx.to_deployment(
@@ -117,6 +118,18 @@ def deploy(
         client.update_deployment(UUID(deployment_id), DeploymentUpdate(parameter_openapi_schema=form))
     record(deployment_id, limits)
     return deployment_id, limits
+
+
+def _id_of(name: str) -> str:
+    """Return the id of the deployment of that name; "" if there is none yet."""
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        try:
+            return str(client.read_deployment_by_name(f"{FLOW}/{name}").id)
+        except ObjectNotFound:
+            return ""
 
 
 def _job_variables(place: Place) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.flows.deploying.signed_limits import KEY, publish_limits, published_limits, withdraw_limits
-from onward.infra.mlflow.mlflow_store import without_password
+from onward.infra.servers.databases import without_password
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.data import DataConfig

@@ -22,9 +22,17 @@ MOST_LETTERS = 4096
 """Of the limits: Prefect stores 5,000 letters in a variable."""
 
 
-def refuse_unpublishable(limits: str) -> None:
-    """Raise ConfigError if there is a key and it is too short, or the limits are too long to be stored in Prefect."""
-    if _key() and len(limits) > MOST_LETTERS:
+def refuse_unpublishable(limits: str, deployment_id: str) -> None:
+    """Raise ConfigError for limits that are too long to be stored in Prefect, a key that is too short, and no key where
+    Prefect has signed limits: those would go on to count. deployment_id: of the deployment so far, "" for a new one.
+    """
+    if not _key():
+        if deployment_id and _stored(deployment_id) is not None:
+            raise ConfigError(
+                f"Prefect has signed limits of this deployment, which would stay as they are: set {KEY}, or delete the "
+                "deployment first (`onward deployments delete`)"
+            )
+    elif len(limits) > MOST_LETTERS:
         raise ConfigError(
             f"the limits of the deployment have {len(limits):,} letters, and Prefect takes {MOST_LETTERS:,}: name "
             f"fewer directories, or deploy without {KEY} on a home that the worker shares"
@@ -32,13 +40,12 @@ def refuse_unpublishable(limits: str) -> None:
 
 
 def publish_limits(deployment_id: str, limits: str) -> None:
-    """Store the limits of a deployment in Prefect, if there is a key. Raises ConfigError for too long ones."""
+    """Store the limits of a deployment in Prefect, if there is a key. Call `refuse_unpublishable` first."""
     if not (key := _key()):
         return
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 
-    refuse_unpublishable(limits)
     value: Any = {"limits": limits, "signature": _signature(key, deployment_id, limits)}
     with get_client(sync_client=True) as client:
         name = _name(deployment_id)
@@ -55,13 +62,9 @@ def published_limits(deployment_id: str) -> str:
     """
     if not (key := _key()):
         return ""
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
-        found = client.read_variable_by_name(_name(deployment_id))
-    if found is None:
+    if (stored := _stored(deployment_id)) is None:
         return ""
-    value = found.value if isinstance(found.value, dict) else {}
+    value = stored if isinstance(stored, dict) else {}
     limits, signature = str(value.get("limits", "")), str(value.get("signature", ""))
     if not hmac.compare_digest(signature.encode(), _signature(key, deployment_id, limits).encode()):
         raise ConfigError(
@@ -72,9 +75,7 @@ def published_limits(deployment_id: str) -> str:
 
 
 def withdraw_limits(deployment_id: str) -> None:
-    """Delete the limits of a deployment that is deleted, if there is a key."""
-    if not _key():
-        return
+    """Delete the limits of a deployment that is deleted, for which nobody needs the key."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
@@ -83,6 +84,15 @@ def withdraw_limits(deployment_id: str) -> None:
             client.delete_variable_by_name(_name(deployment_id))
         except ObjectNotFound:
             return
+
+
+def _stored(deployment_id: str) -> Any:
+    """Return what Prefect has in place of the limits of a deployment, signed or not; None if it has nothing."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        found = client.read_variable_by_name(_name(deployment_id))
+    return found and found.value
 
 
 def _key() -> bytes:

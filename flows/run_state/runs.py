@@ -29,6 +29,7 @@ from onward.trainer.errors import (
     ConfigError,
     OnwardError,
 )
+from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.home import download_cache, onward_home, streamed_files
 from onward.trainer.run.names import name_given_to, owner_of, short_id
@@ -343,3 +344,9 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
             f"{reference_to(run)} has no complete checkpoint yet; `{command_to_continue(run)}` continues training"
         )
     return run, newest.path
+
+
+def stop_limit_s(run: RunDir) -> float:
+    """Return how long the ranks of a run get to finish a step and to save when they are asked to stop."""
+    grace_s = read_config(run).launch.stop_grace_s if run.config.exists() else 0.0
+    return grace_s + 2.0 * last_beat(run.heartbeat).step_s

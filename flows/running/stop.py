@@ -9,12 +9,11 @@ import sys
 import time
 
 from onward.flows.run_state.run_status import RunStatus, describe
-from onward.flows.run_state.runs import find_run, holder_of, is_running, reference_to
+from onward.flows.run_state.runs import find_run, holder_of, is_running, reference_to, stop_limit_s
+from onward.flows.run_state.slurm_submission import Submission, note_submission
 from onward.infra.job import slurm_jobs
 from onward.infra.job.process_identity import is_gone
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
-from onward.trainer.events import last_beat
-from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.recorded.sweep_records import membership
 
 MARGIN_S = 60.0
@@ -46,11 +45,11 @@ def stop(text: str) -> RunStatus:
         raise RuntimeUnavailable(f"{name} is run by {where}{on}: stop it there, or with Cancel in Prefect")
     if trial := membership(run):
         print_progress(f"{name} is trial {trial.number} of a sweep, which stops with it")
-    whom = f"Slurm to cancel job {job}, which is" if job else f"process {holder['pid']}"
-    print_progress(f"asked {whom} to save {name} and to stop; this may take {_patience_s(run):.0f} s")
+    whom = f"job {job} of Slurm" if job else f"process {holder['pid']}"
+    patience_s = stop_limit_s(run) + MARGIN_S
+    print_progress(f"asked {whom} to save {name} and to stop; this may take {patience_s:.0f} s")
     try:
-        # a process that is signalled alone would be started again with its job
-        slurm_jobs.cancel(job) if job else os.kill(holder["pid"], signal.SIGTERM)
+        _end_job(name, job) if job else os.kill(holder["pid"], signal.SIGTERM)
     except ProcessLookupError:
         pass  # it has ended meanwhile
     except slurm_jobs.SlurmError as error:
@@ -59,22 +58,30 @@ def stop(text: str) -> RunStatus:
         raise RuntimeUnavailable(
             f"process {holder['pid']} of {name} belongs to another user, who may stop it"
         ) from None
-    deadline = time.monotonic() + _patience_s(run)
+    deadline = time.monotonic() + patience_s
     # another process may take the lock at once, so the holder is watched as well
     while is_running(run) and not is_gone(holder):
         if time.monotonic() > deadline:
             raise RuntimeUnavailable(
-                f"process {holder['pid']} of {name} has not ended in {_patience_s(run):.0f} s; it still may: "
+                f"process {holder['pid']} of {name} has not ended in {patience_s:.0f} s; it still may: "
                 f"`onward status {name}`. To end it at once, without saving: kill -9 {holder['pid']}"
             )
         time.sleep(LOOK_S)
     return describe(run)
 
 
-def _patience_s(run: RunDir) -> float:
-    grace_s = read_config(run).launch.stop_grace_s if run.config.exists() else 0.0
-    # as long as the ranks get to finish a step and to save, and some time for the flow behind it
-    return grace_s + 2.0 * last_beat(run.heartbeat).step_s + MARGIN_S
+def _end_job(name: str, job: str) -> None:
+    """Ask the script of a job of Slurm to save and to end, and let nothing start it again. Raises SlurmError.
+
+    Not by scancel alone, which leaves the ranks 30 s, whatever launch.stop_grace_s is.
+    """
+    # before the signal, after which the script would put its job back into the queue
+    note_submission(name, Submission(job=job, stopped=True))
+    try:
+        slurm_jobs.end_script(job)
+    except slurm_jobs.SlurmError:
+        note_submission(name, Submission(job=job))
+        raise
 
 
 def print_progress(text: str) -> None:

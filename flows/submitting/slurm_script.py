@@ -1,7 +1,8 @@
 """A run as a batch job of Slurm: its script, what is known of it before it begins, and how it is started again.
 
 onward submit --> sbatch --> script: onward run CONFIG --name NAME --continue
-                              |  scancel, `onward stop`           the run is saved, the job is over
+                              |  `onward stop`                    it is saved in its own time, and the job cancelled
+                              |  scancel                          it is saved within KillWait of Slurm, the job is over
                               |  time limit, preemption           it is saved, and the job requeued by this process
                               +- lost host, preemption at once    Slurm requeues it; the newest checkpoint counts
 """
@@ -16,7 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onward.flows.run_state.runs import holder_of, is_running
+from onward.flows.run_state.runs import holder_of, is_running, stop_limit_s
+from onward.flows.run_state.slurm_submission import Submission, note_submission, submission_of
 from onward.flows.running.named_run import NAME
 from onward.infra.job import slurm_jobs
 from onward.infra.job.slurm_jobs import SlurmError, SlurmJob
@@ -24,9 +26,7 @@ from onward.tasks.attempts.retry_policy import newest_checkpoint
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, shown
 from onward.trainer.run.directory import RunDir, onward_home
-from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.names import owner_of
-from onward.trainer.run.records import Record, read_record, write_record
 
 SCRIPT = """\
 #!/bin/bash
@@ -45,14 +45,7 @@ exec {command} --name {name}"${{SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}" --
 
 
 NEAR_END_S = 150.0
-"""A job with so little time left was signalled because of its time limit."""
-
-
-class Submission(Record):
-    """A job that was sent for a run."""
-
-    job: str
-    """Its id in Slurm."""
+"""A job with no more time left than this, and what its ranks get to save, was signalled because of its time limit."""
 
 
 def script_of(
@@ -105,18 +98,15 @@ def send(name: str, script: str) -> SlurmJob:
         job = slurm_jobs.send(script, folder=str(Path.cwd()))
     except SlurmError as error:
         raise RuntimeUnavailable(str(error)) from None
-    make_private(onward_home())
-    _record(name).parent.mkdir(exist_ok=True)
-    write_record(_record(name), Submission(job=job))
+    note_submission(name, Submission(job=job))
     # a Slurm that is too busy to answer has taken the job all the same
     return slurm_jobs.find(job) or SlurmJob(job, "sent")
 
 
 def submitted(name: str) -> SlurmJob | None:
     """Return the newest job that was sent for the run NAME; None if there is none, or Slurm has forgotten it."""
-    if not NAME.fullmatch(name) or not _record(name).exists():
-        return None
-    return slurm_jobs.find(read_record(_record(name), Submission).job)
+    known = submission_of(name) if NAME.fullmatch(name) else None
+    return slurm_jobs.find(known.job) if known else None
 
 
 def job_of(run: RunDir, name: str) -> SlurmJob | None:
@@ -129,38 +119,58 @@ def job_of(run: RunDir, name: str) -> SlurmJob | None:
     return None if waiting is None or waiting.has_ended else waiting
 
 
-def _record(name: str) -> Path:
-    return onward_home() / "submitted" / f"{name}.json"
-
-
 @contextlib.contextmanager
 def requeued(name: str) -> Iterator[None]:
     """Let Slurm start its batch job again, of which this process is the script, if SIGTERM ends the run NAME inside.
 
-    Not if its time was too short to train anything, which would repeat itself for ever.
+    Not if somebody has stopped the run, and not if its time was too short to train anything, which would repeat itself
+    for ever. Raises RuntimeUnavailable in a job that was stopped, which Slurm has started again after a lost host.
     """
+    if (job := slurm_jobs.batch_job()) and _is_stopped(name, job):
+        raise RuntimeUnavailable(
+            f"`onward stop` has ended {name} in job {job} of Slurm; another job, by `onward submit`, goes on with it"
+        )
     # compared at the end with what is saved then, to see whether this job has got on
     saved = _saved(name)
     try:
         yield
     except SystemExit as ended:
-        job = slurm_jobs.batch_job()
         found = slurm_jobs.find(job) if job and ended.code == 128 + signal.SIGTERM else None
         # of a job that was cancelled the state is another one
         if found is not None and found.state == "RUNNING":
-            # a job that was preempted long before its limit may get further the next time
-            if slurm_jobs.ends_at() - time.time() < NEAR_END_S and _saved(name) == saved:
-                print(f"onward: the time of job {job} of Slurm is too short: no step was saved in it", file=sys.stderr)
-                raise
-            print(f"onward: job {job} of Slurm is put back into the queue, and goes on from there", file=sys.stderr)
-            try:
-                slurm_jobs.requeue(job)
-            except SlurmError as error:
-                print(f"onward: {error}; send it again to go on", file=sys.stderr)
+            _end_or_requeue(name, job, has_saved=_saved(name) != saved)
         raise
+
+
+def _end_or_requeue(name: str, job: str, *, has_saved: bool) -> None:
+    """Cancel a job that somebody has stopped, leave one whose time is too short, and requeue any other."""
+    run = _run_of(name)
+    # the ranks are asked to end before the job does, as long as they may take to save
+    near_end_s = NEAR_END_S + (stop_limit_s(run) if run else 0.0)
+    try:
+        if _is_stopped(name, job):
+            slurm_jobs.cancel(job)  # all is saved; its state says then that somebody has ended it
+        # a job that was preempted long before its limit may get further the next time
+        elif not has_saved and slurm_jobs.ends_at() - time.time() < near_end_s:
+            print(f"onward: the time of job {job} of Slurm is too short: no step was saved in it", file=sys.stderr)
+        else:
+            print(f"onward: job {job} of Slurm is put back into the queue, and goes on from there", file=sys.stderr)
+            slurm_jobs.requeue(job)
+    except SlurmError as error:
+        print(f"onward: {error}; send it again to go on", file=sys.stderr)
+
+
+def _is_stopped(name: str, job: str) -> bool:
+    known = submission_of(name)
+    return known is not None and known.stopped and known.job == job
+
+
+def _run_of(name: str) -> RunDir | None:
+    run_id = owner_of(name)
+    return RunDir(onward_home() / "runs" / run_id) if run_id else None
 
 
 def _saved(name: str) -> int:
     """Return the step of the newest checkpoint of the run NAME; 0 without one."""
-    run_id = owner_of(name)
-    return newest_checkpoint(RunDir(onward_home() / "runs" / run_id)) if run_id else 0
+    run = _run_of(name)
+    return newest_checkpoint(run) if run else 0

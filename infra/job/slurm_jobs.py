@@ -117,8 +117,13 @@ def send(script: str, *, folder: str) -> str:
 
 
 def cancel(job: str) -> None:
-    """Cancel a job: its script and its ranks are asked to end. Raises SlurmError."""
+    """Cancel a job: its processes are signalled, and killed KillWait later, 30 s by default. Raises SlurmError."""
     _said(["scancel", job])
+
+
+def end_script(job: str) -> None:
+    """Send SIGTERM to the script of a job and to nothing else: it may take its time to end. Raises SlurmError."""
+    _said(["scancel", "--batch", "--signal=TERM", job])
 
 
 def requeue(job: str) -> None:

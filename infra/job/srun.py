@@ -37,7 +37,7 @@ _LOST_HOST = re.compile(
 """What srun and slurmstepd print when a host or its slurmd is gone."""
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 LIST_S = 10.0
-"""Longest time for the answer to `srun --mpi=list`."""
+"""Longest time for the answer of srun to a question."""
 
 
 class Srun:
@@ -133,12 +133,20 @@ def _takes_pmix(program: Path) -> bool:
     # without mpi4py no rank would ask PMIx, and Slurm's own variables are enough
     if find_spec("mpi4py") is None:
         return False
-    try:
-        listed = subprocess.run([program, "--mpi=list"], capture_output=True, text=True, timeout=LIST_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
     # versions of Slurm print the list on different ones of the two
-    return "pmix" in f"{listed.stdout} {listed.stderr}".split()
+    if "pmix" not in _said([program, "--mpi=list"]).split():
+        return False
+    # Debian's Slurm lists a plugin whose library is in a package that it does not need
+    return "Invalid MPI type" not in _said([program, "--mpi=pmix", "--test-only", "true"])
+
+
+def _said(words: Sequence[str | Path]) -> str:
+    """Return what a command prints; "" if it gives no answer in time."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIST_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return f"{done.stdout} {done.stderr}"
 
 
 def num_cpus(environment: Mapping[str, str]) -> int:

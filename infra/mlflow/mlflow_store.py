@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from onward.infra.servers.login import keep_from_others
+from onward.infra.servers.databases import is_database_server, without_password
+from onward.infra.servers.login import keep_from_others, named_home
 from onward.infra.servers.service_state import lock_database
 
 if TYPE_CHECKING:
@@ -243,14 +244,6 @@ def _close_files(client: MlflowClient) -> None:
             engine.dispose()
 
 
-def without_password(tracking_uri: str) -> str:
-    """Return the URI of a store as it is recorded and shown."""
-    parts = urlsplit(tracking_uri)
-    if parts.password is None:
-        return tracking_uri
-    return parts._replace(netloc=f"{parts.username}@{parts.netloc.rpartition('@')[2]}").geturl()
-
-
 def with_password(tracking_uri: str) -> str:
     """Return MLFLOW_TRACKING_URI if it is the URI of this store with a password, else the URI itself."""
     # the password is looked up at each connection, and never kept
@@ -269,6 +262,17 @@ def _credentials(tracking_uri: str) -> str:
 def local_store(home: Path) -> str:
     """Return the tracking URI of Onward's own store: SQLite under its home, the artifacts beside it."""
     return f"sqlite:///{home.absolute() / 'mlflow' / 'mlflow.db'}"
+
+
+def artifacts_of(tracking_uri: str) -> str:
+    """Return where the artifacts of a database are, for which MLflow would take the working directory; "" of a server.
+
+    Those of a SQLite file lie beside it, those of a database server in Onward's home.
+    """
+    if is_database_server(tracking_uri):
+        return (named_home().absolute() / "mlflow" / "artifacts").as_uri()
+    database = database_of(tracking_uri)
+    return (database.parent / "artifacts").as_uri() if database else ""
 
 
 def database_of(tracking_uri: str) -> Path | None:

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from onward.infra.mlflow.mlflow_store import Store, database_of, local_store, log_metrics, translate_errors
+from onward.infra.mlflow.mlflow_store import Store, artifacts_of, local_store, log_metrics, translate_errors
 from onward.infra.mlflow.model_package import ModelFile, Point, Port, write_package
-from onward.infra.servers.service_state import healthy_url
+from onward.infra.servers.databases import named_database, without_password
+from onward.infra.servers.login import named_home
+from onward.infra.servers.service_state import healthy_url, read_state
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -61,10 +63,13 @@ def page_on_own_server(tracking_uri: str, run_id: str) -> str:
 
     Raises TrackingError when the store cannot be read.
     """
-    database = database_of(tracking_uri)
-    home = database.parent.parent if database else None
-    # only Onward's own server shows this very database
-    if home is None or local_store(home) != tracking_uri or not (server := healthy_url(home, "mlflow")):
+    home = named_home()
+    own = local_store(home)
+    if tracking_uri not in (own, without_password(named_database("mlflow"))):
+        return ""
+    # it may have been started when the environment named another database
+    shown = read_state(home, "mlflow").get("database") or own
+    if shown != tracking_uri or not (server := healthy_url(home, "mlflow")):
         return ""
     return Tracker(tracking_uri, run_id).page(server)
 
@@ -82,18 +87,14 @@ def metric_name(key: str) -> str:
 class Tracker(Store):
     """One MLflow run in the store at `tracking_uri`. Several threads and processes may use the store.
 
-    tracking_uri: `http://...`, or a database such as `sqlite:////home/me/mlflow.db`; its artifacts are then in the
-    directory `artifacts` beside it.
+    tracking_uri: `http://...`, or a database such as `sqlite:////home/me/mlflow.db` or `postgresql://...`, whose
+    artifacts are where `artifacts_of` says.
     """
 
     def __init__(self, tracking_uri: str, run_id: str = "") -> None:
         super().__init__(tracking_uri)
         self.run_id = run_id
         self._expected = bool(run_id)
-
-    @property
-    def _database(self) -> Path | None:
-        return database_of(self.tracking_uri)
 
     # -- the run
 
@@ -136,10 +137,9 @@ class Tracker(Store):
         """Return the id of an experiment; create it, restore a deleted one, or give it its view, if needed."""
         view = json.dumps({"selectedColumns": COLUMNS})
         if (known := self._client.get_experiment_by_name(name)) is None:
-            # by default MLflow would put the artifacts into the working directory
-            beside = self._database and (self._database.parent / "artifacts").as_uri()
+            artifacts = artifacts_of(self.tracking_uri) or None
             try:
-                return self._client.create_experiment(name, artifact_location=beside or None, tags={VIEW_TAG: view})
+                return self._client.create_experiment(name, artifact_location=artifacts, tags={VIEW_TAG: view})
             except Exception:
                 if (known := self._client.get_experiment_by_name(name)) is None:  # else another process has created it
                     raise
@@ -281,7 +281,8 @@ class Tracker(Store):
             self._finish(logged, model.step, model.metrics, model.points)
             # A server accepts no local path. With a database, MLflow would look `models:/` up in the default store of
             # this process, which may be another one.
-            source = logged.artifact_location if self._database else f"models:/{logged.model_id}"
+            is_database = artifacts_of(self.tracking_uri)
+            source = logged.artifact_location if is_database else f"models:/{logged.model_id}"
             created = self._client.create_model_version(name, source, self.run_id, tags=tags, model_id=logged.model_id)
             version = str(created.version)
         return version

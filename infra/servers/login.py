@@ -19,6 +19,11 @@ from onward.infra.servers.port_owner import refuse_others
 USER = "onward"
 
 
+def named_home() -> Path:
+    """Return the home that ONWARD_HOME names, as the commands have set it."""
+    return Path(os.environ.get("ONWARD_HOME") or "~/.onward").expanduser()
+
+
 def login_file(home: Path) -> Path:
     return home / "login"
 
@@ -65,7 +70,7 @@ def keep_from_others(url: str, credentials: str) -> bool:
     Call before the first request. credentials: `user:password` for the server; other ones than the login of the home
     that ONWARD_HOME names are the user's own matter. Returns whether it is the login.
     """
-    home = Path(os.environ.get("ONWARD_HOME") or "~/.onward").expanduser()
+    home = named_home()
     # credentials of the user's own server are none of Onward's
     if not credentials or not login_file(home).exists() or credentials != login(home):
         return False

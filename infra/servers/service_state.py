@@ -158,7 +158,8 @@ def write_state(file: IO[bytes], state: Mapping[str, Any]) -> None:
 def read_state(home: Path, name: str) -> dict[str, Any]:
     """Return what the running supervisor wrote: `pid`, and `url` once its server is healthy; {} without one.
 
-    Of Prefect's also `beside`: the host that has the home's database, if it is another one.
+    Of Prefect's also `beside`: the host that has the home's database, if it is another one. `database` is that of a
+    database server, without a password; "" = a file of the home.
     """
     # the file outlives its supervisor, and then says nothing about the present
     if not is_supervised(home, name):

@@ -2,9 +2,11 @@
 
 Three services, all on 127.0.0.1 and under one home directory, each started by a supervisor (supervisor.py):
 
-    prefect   the flow server, SQLite      used by every `onward run` for which no other server is configured
-    mlflow    the tracking server, SQLite  for the browser; a run writes to the database directly
+    prefect   the flow server              used by every `onward run` for which no other server is configured
+    mlflow    the tracking server          for the browser; a run writes to the database directly
     worker    runs deployments
+
+Both servers have SQLite files in the home, or the databases that databases.py finds in the environment.
 
 Parallel runs of a host share one server. It stops some seconds after the last of them has ended, also when that was
 killed.
@@ -26,6 +28,7 @@ from pathlib import Path
 
 import psutil
 
+from onward.infra.servers.databases import mlflow_problem, named_database, prefect_problem, without_password
 from onward.infra.servers.service_definitions import SERVICES
 from onward.infra.servers.service_state import (
     directory,
@@ -153,8 +156,11 @@ def _start_if_needed(home: Path, name: str) -> str:
     while time.monotonic() < deadline:
         # looked at first in each turn: another process may have started it
         if (url := healthy_url(home, name)) is not None:
+            _refuse_other_database(home, name)
             return url
         if supervisor is None and not is_supervised(home, name):
+            if problem := _database_problem(name):
+                raise ServiceError(f"the {name} server is not started: {problem}")
             supervisor = _start_supervisor(home, name)
         # it has ended with an error, and no other supervisor has taken over
         if supervisor is not None and supervisor.poll() and not is_supervised(home, name):
@@ -167,6 +173,24 @@ def _start_if_needed(home: Path, name: str) -> str:
     else:
         why = f"the end of its log {path} shows why:\n{log}"
     raise ServiceError(f"the {name} server does not start (time limit {START_TIMEOUT_S:g} s); {why}")
+
+
+def _database_problem(name: str) -> str:
+    """Return why a server could not use the database that the environment names for it; "" if it could."""
+    if not (url := named_database(name)):
+        return ""
+    return prefect_problem(url) if name == "prefect" else mlflow_problem(url)
+
+
+def _refuse_other_database(home: Path, name: str) -> None:
+    """Raise ServiceError if the environment names another database than that of a server that runs."""
+    wanted = without_password(named_database(name))
+    used = read_state(home, name).get("database") or "a file of Onward's home"
+    if wanted not in ("", used):
+        raise ServiceError(
+            f"the environment names the database {wanted}, and the {name} server that runs here uses {used}: stop it "
+            "with `onward down`, or change the environment"
+        )
 
 
 def _start_supervisor(home: Path, name: str) -> subprocess.Popen[bytes]:

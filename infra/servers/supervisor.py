@@ -35,6 +35,7 @@ from typing import IO
 import psutil
 
 from onward.infra.job.child_program import signalled_with_parent
+from onward.infra.servers.databases import PREFECT, named_database, without_password
 from onward.infra.servers.service_definitions import SERVICES, environment
 from onward.infra.servers.service_state import (
     directory,
@@ -78,7 +79,8 @@ def supervise(home: Path, name: str) -> int:
             _stop(process, drain_s=0.0)
             return 1
         # only now: users take an address in the file for that of a healthy server
-        write_state(state, {"pid": os.getpid(), "url": url, "beside": beside})
+        database = without_password(named_database(name))
+        write_state(state, {"pid": os.getpid(), "url": url, "beside": beside, "database": database})
         _wait_until_unused(home, lease, process, signals)
         # the state stays: the next supervisor starts the server at the same port, where its users look for it
         if process.poll() is not None:
@@ -122,9 +124,9 @@ def _launch(home: Path, name: str, port: int) -> tuple[psutil.Popen, str, str]:
             files = [listener.fileno()]
             listening = [*files]
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        if name == "prefect":
+        if name == "prefect" and not named_database(name):
             database, beside, locks = stack.enter_context(prefect_database(home))
-            variables = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}"}
+            variables = {PREFECT[0]: f"sqlite+aiosqlite:///{database}"}
             files += locks  # the server holds the lock until it ends, also after `kill -9` of this process
         # the worker and the pages of the other servers need the address of Prefect's
         prefect_url = url if name == "prefect" else healthy_url(home, "prefect")

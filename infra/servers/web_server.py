@@ -25,6 +25,7 @@ from typing import Any
 import uvicorn
 from uvicorn.importer import import_from_string
 
+from onward.infra.servers.databases import named_database
 from onward.infra.servers.login import login
 from onward.infra.servers.service_state import lock_database
 
@@ -114,6 +115,7 @@ def main(name: str, home: Path, listener: int) -> None:
 def _prefect() -> Application:
     os.environ["PREFECT__SERVER_FINAL"] = "1"  # as `prefect server start` makes it: it takes less memory
     _lock_at_the_beginning()
+    _answer_to_try_again()
     application: Application = import_from_string("prefect.server.api.server:create_app")()
     return application
 
@@ -129,13 +131,24 @@ def _lock_at_the_beginning() -> None:
     configuration.begin_transaction = lambda self, session, with_for_update=False: begin(self, session, True)
 
 
+def _answer_to_try_again() -> None:
+    """Let clients repeat what fails because the database server does not answer, as Prefect lets them for other errors.
+
+    Prefect forgets the error of a refused connection, and answers with status 500, which ends a flow.
+    """
+    server = import_from_string("prefect.server.api.server:custom_internal_exception_handler").__globals__
+    is_temporary = server["is_client_retryable_exception"]
+    server["is_client_retryable_exception"] = lambda error: isinstance(error, OSError) or is_temporary(error)
+
+
 def _mlflow(home: Path) -> Application:
     """Return the application that `mlflow server` runs, over the store of this home directory."""
     from mlflow.server import constants
     from mlflow.server.handlers import initialize_backend_stores
 
     database = home / "mlflow" / "mlflow.db"
-    store = f"sqlite:///{database}"
+    named = named_database("mlflow")
+    store = named or f"sqlite:///{database}"
     # what `mlflow server` sets for the process that it starts
     os.environ |= {
         constants.BACKEND_STORE_URI_ENV_VAR: store,
@@ -145,7 +158,7 @@ def _mlflow(home: Path) -> Application:
         constants.SERVE_ARTIFACTS_ENV_VAR: "true",
         "_MLFLOW_SGI_NAME": "uvicorn",
     }
-    with lock_database(database):  # a run may make it, too
+    with lock_database(None if named else database):  # a run may make it, too
         initialize_backend_stores(store, store, "mlflow-artifacts:/")
     application: Application = import_from_string("mlflow.server.fastapi_app:app")
     return application

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 from onward.infra import weights_and_biases
 from onward.infra.job.hosts import read_hostfile
+from onward.infra.mlflow.mlflow_store import with_password
+from onward.infra.servers.databases import is_database_server, mlflow_problem
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.tasks.checks.registered_models import store_of
 from onward.tasks.launching.jobs import launcher_of, ranks_of
@@ -133,7 +135,10 @@ def _hostfile_problems(launch: LaunchConfig, ranks: int) -> Iterator[str]:
 
 
 def store_problems(uri: str) -> Iterator[str]:
-    """Yield why nothing listens where the MLflow server should be."""
+    """Yield why nothing listens where the MLflow server should be, or why its database cannot be used."""
+    if is_database_server(uri) and (problem := mlflow_problem(with_password(uri))):
+        install = f": {how_to_install('postgres')}" if "not installed" in problem else ""
+        yield problem + install
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.infra.mlflow.mlflow_store import TrackingError, TrackingUnavailable, local_store, without_password
+from onward.infra.mlflow.mlflow_store import TrackingError, TrackingUnavailable, local_store
 from onward.infra.mlflow.registry import RegisteredVersion, Registry
+from onward.infra.servers.databases import without_password
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.config.urls import is_registered, url_of

@@ -213,3 +213,12 @@ def test_a_run_whose_script_asks_for_no_signal_is_saved_before_the_time_of_its_j
     assert ending.sentence == f"the ranks were asked to end before job {job.id} of Slurm does; they saved first"
     # Slurm was told not to start it again
     job.until("FAILED")
+
+
+def test_a_run_that_is_stopped_saves_and_its_job_is_cancelled_and_not_requeued(workshop: Workshop, site: Slurm) -> None:
+    job = Job(workshop, site, "halted", "", "train.num_steps=100000", "--nodes", "2")
+    job.until_step(50, 1)
+    assert "stopped" in job.onward("stop", "halted", host="h2")
+    job.until("CANCELLED")
+    (ending,) = endings(job.run)
+    assert (ending.kind, ending.step) == ("stopped", ending.checkpoint)

@@ -16,10 +16,10 @@ import urllib.error
 import urllib.request
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -75,7 +75,7 @@ class Workshop:
     kept: set[int] = field(default_factory=set, compare=False)
 
     @classmethod
-    def made(cls, root: Path) -> Workshop:
+    def made(cls, root: Path) -> Self:
         onnx.save_model(tiny_conv_net(num_classes=4), root / "model.onnx")
         random = np.random.default_rng(0)
         labels = np.arange(200) % 4
@@ -190,6 +190,17 @@ class Workshop:
         experiment = client.get_experiment_by_name("onward")
         assert experiment
         return list(client.search_runs([experiment.experiment_id], f"tags.`onward.run_id` = '{identity.run_id}'"))
+
+
+@dataclass(frozen=True)
+class Team(Workshop):
+    """A workshop whose commands have variables in their environment."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**super().environment, **self.variables}
 
 
 def finished(process: subprocess.Popen[str], *, status: int = 0, limit_s: float = 600.0) -> dict[str, Any]:

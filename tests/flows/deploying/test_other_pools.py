@@ -17,6 +17,7 @@ from prefect.testing.utilities import prefect_test_harness
 from onward.flows.deploying import signed_limits
 from onward.flows.deploying.deploy import Place, _job_variables, deploy
 from onward.flows.deploying.deployment_limits import check_limits, forget, waits_for_all
+from onward.flows.deploying.deployments import delete
 from onward.flows.deploying.signed_limits import KEY
 from onward.flows.deploying.work_pool import closed_template
 from onward.trainer.config.loading import build_config
@@ -122,6 +123,29 @@ def test_signed_limits_are_those_of_an_empty_home_and_nobody_without_the_key_cha
     forget(first)
     with pytest.raises(ConfigError, match="does not exist"):
         check_limits(first, dict(config))
+
+
+def test_signed_limits_are_not_left_behind_by_who_deploys_again_or_deletes_without_the_key(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, SECRET)
+    signed, _ = deploy(config, "signed", place=Place(pool="gpus"), allowed=["/"])
+    monkeypatch.delenv(KEY)
+    narrower = config.model_copy(update={"train": config.train.model_copy(update={"num_steps": 7})})
+    with pytest.raises(ConfigError, match=f"signed limits of this deployment, which would stay .*: set {KEY}, or"):
+        deploy(narrower, "signed", place=Place(pool="gpus"))
+    assert read(signed).parameters["train"] == {"num_steps": 1}
+    monkeypatch.setenv(KEY, SECRET + "!")
+    assert deploy(narrower, "signed", place=Place(pool="gpus"))[0] == signed
+    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "empty"))
+    elsewhere = config.model_copy(update={"data": config.data.model_copy(update={"source": "/etc/passwd"})})
+    with pytest.raises(ConfigError, match=r"/etc/passwd is not below"):
+        check_limits(signed, dict(elsewhere))
+    monkeypatch.delenv(KEY)
+    delete("signed")
+    assert deploy(narrower, "signed", place=Place(pool="gpus"))[0] != signed
+    with get_client(sync_client=True) as client:
+        assert client.read_variable_by_name(f"onward_limits_{signed.replace('-', '_')}") is None
 
 
 @pytest.mark.parametrize(("key", "why"), [(SECRET, "letters, and Prefect takes 10"), ("short", "has 5 letters")])

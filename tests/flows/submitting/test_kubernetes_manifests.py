@@ -235,3 +235,16 @@ def test_sshd_of_the_image_serves_a_user_without_any_capability(tmp_path: Path) 
         finally:
             server.kill()
             server.wait(20)
+
+
+@pytest.mark.skipif(not shutil.which("ssh"), reason="needs ssh")
+@pytest.mark.parametrize(
+    ("host", "port"), [("r1-worker-0.r1.team.svc", "2222"), ("r1-worker-11", "2222"), ("github.com", "22")]
+)
+def test_ssh_of_the_image_takes_the_port_of_the_pods_for_pods_alone(tmp_path: Path, host: str, port: str) -> None:
+    (lines,) = re.findall(r"printf '%s\\n' ((?:'[^']*'[\s\\]+)+)> /etc/ssh/ssh_config.d", DOCKERFILE.read_text())
+    (tmp_path / "config").write_text("\n".join(shlex.split(lines.replace("\\\n", " "))) + "\n")
+    words = ["ssh", "-F", str(tmp_path / "config"), "-G", host]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert f"port {port}" in said
+    assert ("stricthostkeychecking false" in said) == (port == "2222")

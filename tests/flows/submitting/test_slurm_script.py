@@ -6,16 +6,21 @@ import datetime
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from onward.flows.run_state.slurm_submission import Submission, note_submission, submission_of
+from onward.flows.running import stop
 from onward.flows.submitting.slurm_script import requeued, script_of
 from onward.infra.job import slurm_jobs
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.run.directory import RunDir
+from onward.trainer.run.records import write_record
 
 
 def sections(**launch: object) -> tuple[LaunchConfig, ParallelConfig]:
@@ -96,6 +101,30 @@ def test_what_squeue_says_is_read_and_after_it_what_the_accounting_says(
     assert slurm_jobs.ends_at({"SLURM_JOB_ID": "3", "SLURM_JOB_END_TIME": "99"}) == 99.0
 
 
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Makes this process the script of job 7 of Slurm, which is in `state`; returns the file of what Slurm is asked."""
+
+    def made(*, state: str = "RUNNING", ends_in_s: int = 9000, is_batch: bool = True) -> Path:
+        ends = datetime.datetime.now().astimezone() + datetime.timedelta(seconds=ends_in_s)
+        for name, does in (
+            ("squeue", f'echo "{state}|None|n1|{ends:%Y-%m-%dT%H:%M:%S}"'),
+            ("scontrol", f'echo "$@" >> {tmp_path}/asked'),
+            ("scancel", f'echo cancel "$@" >> {tmp_path}/asked'),
+        ):
+            (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+            (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("ENVIRONMENT", "BATCH")
+        monkeypatch.setattr(slurm_jobs, "_is_script", lambda: is_batch)
+        (tmp_path / "asked").touch()
+        return tmp_path / "asked"
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("state", "status", "is_batch", "ends_in_s", "requeues"),
     [
@@ -107,27 +136,57 @@ def test_what_squeue_says_is_read_and_after_it_what_the_accounting_says(
     ],
 )
 def test_a_job_that_a_signal_of_slurm_has_ended_is_requeued(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    state: str,
-    status: int,
-    is_batch: bool,
-    ends_in_s: int,
-    requeues: bool,
+    asked: Callable[..., Path], state: str, status: int, is_batch: bool, ends_in_s: int, requeues: bool
 ) -> None:
-    ends = datetime.datetime.now().astimezone() + datetime.timedelta(seconds=ends_in_s)
-    for name, does in (
-        ("squeue", f'echo "{state}|None|n1|{ends:%Y-%m-%dT%H:%M:%S}"'),
-        ("scontrol", f'echo "$@" >> {tmp_path}/asked'),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("ONWARD_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("ENVIRONMENT", "BATCH")
-    monkeypatch.setattr(slurm_jobs, "_is_script", lambda: is_batch)
+    said = asked(state=state, ends_in_s=ends_in_s, is_batch=is_batch)
     with pytest.raises(SystemExit), requeued("d1"):
         raise SystemExit(status)
-    asked = tmp_path / "asked"
-    assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if requeues else "")
+    assert said.read_text() == ("requeue 7\n" if requeues else "")
+
+
+@pytest.mark.parametrize(("saved", "requeues"), [(0, False), (3, True)])
+def test_a_job_whose_ranks_get_long_to_save_is_not_requeued_for_ever(
+    asked: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int, requeues: bool
+) -> None:
+    # such ranks are asked to save 630 s before the end of the job
+    said = asked(ends_in_s=620)
+    run = RunDir(tmp_path / "home" / "runs" / "abc")
+    run.root.mkdir(parents=True)
+    write_record(run.config, config(stop_grace_s=600.0))
+    steps = iter((0, saved))
+    monkeypatch.setattr("onward.flows.submitting.slurm_script.owner_of", lambda name: "abc")
+    monkeypatch.setattr("onward.flows.submitting.slurm_script.newest_checkpoint", lambda run: next(steps))
+    with pytest.raises(SystemExit), requeued("d1"):
+        raise SystemExit(143)
+    assert said.read_text() == ("requeue 7\n" if requeues else "")
+
+
+def test_a_job_that_somebody_has_stopped_is_cancelled_in_place_of_requeued_and_not_gone_on_with(
+    asked: Callable[..., Path],
+) -> None:
+    said = asked()
+
+    def stopped() -> None:
+        stop._end_job("d1", "7")
+        raise SystemExit(143)
+
+    with pytest.raises(SystemExit), requeued("d1"):
+        stopped()
+    assert said.read_text() == "cancel --batch --signal=TERM 7\ncancel 7\n"
+    # Slurm has started it again, because a host was lost meanwhile
+    refused = "has ended d1 in job 7 of Slurm; another job, by `onward submit`"
+    with pytest.raises(RuntimeUnavailable, match=refused), requeued("d1"):
+        pytest.fail("it goes on")
+    note_submission("d1", Submission(job="6", stopped=True))
+    with requeued("d1"):
+        pass
+
+
+def test_a_job_that_cannot_be_asked_to_stop_stays_one_that_is_requeued(
+    asked: Callable[..., Path], tmp_path: Path
+) -> None:
+    asked()
+    (tmp_path / "scancel").write_text("#!/bin/sh\necho not yours >&2\nexit 1\n")
+    with pytest.raises(slurm_jobs.SlurmError, match="scancel: not yours"):
+        stop._end_job("d1", "7")
+    assert submission_of("d1") == Submission(job="7")

@@ -77,3 +77,9 @@ def test_pmix_is_used_where_it_is_and_the_whole_environment_reaches_the_ranks(sl
     users = {"SLURM_EXPORT_ENV": "NONE", "SLURM_CPUS_PER_TASK": "4", "PYTHONUNBUFFERED": "0"}
     found = Srun().environment(ranks, users, tmp_path)
     assert (found["SLURM_EXPORT_ENV"], found["SRUN_CPUS_PER_TASK"], found["PYTHONUNBUFFERED"]) == ("ALL", "4", "0")
+
+
+def test_a_pmix_that_is_listed_and_has_no_library_is_not_used(slurms: Path) -> None:
+    refusal = "srun: error: Invalid MPI type 'pmix', --mpi=list for acceptable types"
+    slurms.write_text(f'#!/bin/sh\n[ "$1" = --mpi=list ] && echo pmix && exit\necho "{refusal}" >&2\nexit 1\n')
+    assert "--mpi=none" in Srun().arguments(Ranks(num_ranks=3, module=("x",)), [sys.executable], {})

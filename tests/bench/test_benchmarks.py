@@ -27,6 +27,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "onnxruntime_training": ("--rounds", "1"),
     "optimizers": ("--steps", "2", "--names", "muon", "adafactor"),
     "metric_costs": ("--turns", "1", "--steps", "30"),
+    "limited_links": ("--rates", "400", "--hosts", "2", "--steps", "4"),
     "many_runs": ("--runs", "3", "--rounds", "1"),
     "memory_format": ("--models", "unet", "--batches", "1", "--size", "16", "--rounds", "1"),
     "memory_prediction": ("SqueezeNet 96: micro-batches 1", "SqueezeNet 96: pipeline"),
@@ -84,6 +85,8 @@ def test_the_bubble_of_a_pipeline_is_measured() -> None:
 def test_a_benchmark_runs_at_its_smallest(name: str) -> None:
     words = [sys.executable, "-m", f"tests.bench.{name}", *SMALLEST[name]]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    if "hosts of their own need" in ended.stderr:
+        pytest.skip(ended.stderr)
     # 1 = a bound was not kept, which a busy machine and sizes as small as these may do
     assert ended.returncode in (0, 1), ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr, ended.stderr

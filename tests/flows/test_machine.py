@@ -25,7 +25,7 @@ from onward.flows.machine.examine import CHECKS, examine
 from onward.flows.machine.machine_findings import Finding, MachineReport
 from onward.infra.servers.service_state import directory
 from onward.trainer.errors import ConfigError
-from onward.trainer.run.machine.this_machine import core_limit, memory_limit
+from onward.trainer.run.machine.this_machine import core_limit, free_host_memory, memory_limit
 from tests.support.full_disk import fill, may_mount, on_a_small_disk
 from tests.support.ranks import ROOT
 
@@ -212,6 +212,16 @@ def test_the_limits_of_a_container_are_read(tmp_path: Path, monkeypatch: pytest.
     assert "but the container gets the time of 0.5 -> leave launch.threads_per_rank at 0, which counts on it" in few
     (little,) = worst(resources.memory())
     assert "0.5 GiB of 1.0 GiB are free; the container's limit is 1.0 GiB" in little
+
+
+def test_files_in_memory_count_as_free_in_a_container(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    assert free_host_memory(tmp_path) == 100_000
+    (tmp_path / "memory.stat").write_text("anon 100000\ninactive_file 700000\nactive_file 100000\n")
+    assert free_host_memory(tmp_path) == 800_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_memory(tmp_path) > 800_000
 
 
 def test_little_shared_memory_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

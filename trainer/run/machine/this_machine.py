@@ -29,17 +29,19 @@ MEMORY_SHARE = 0.5
 """Files that take more of the free memory would push each other out of it."""
 
 
-def free_host_memory() -> int:
+def free_host_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes of memory that are free: the least of those of the host and of its container."""
     # inside of a container psutil shows the memory of the host
     free = [psutil.virtual_memory().available]
-    group = Path("/sys/fs/cgroup")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit, used, statistics, cached in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
         with contextlib.suppress(OSError, ValueError):  # "max" is not a number: no limit
             free.append(int((group / limit).read_text()) - int((group / used).read_text()))
+            # files that were read count as used, and the kernel drops them when memory is needed
+            numbers = dict(line.split() for line in (group / statistics).read_text().splitlines())
+            free[-1] += int(numbers.get(cached, 0))
     return max(0, min(free))
 
 

@@ -35,6 +35,7 @@ from onward.trainer.checkpoint.manifest import read_manifest
 from onward.trainer.checkpoint.retention import Announced
 from onward.trainer.checkpoint.verification import verify
 from onward.trainer.config.loading import Override, load_config
+from onward.trainer.config.named_files import named_files
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import check_url, url_of
 from onward.trainer.data.schema.signature import model_digest
@@ -138,6 +139,9 @@ def fetch_run(
             if not is_finished:
                 state = _take_over(stored, partial, number + 1)
             _fetch(stored, state, partial)
+            if not allow_code:
+                # again, because the store may have changed since the run was looked at
+                _refuse_unknown_code(state.name, partial)
             _adapt(partial, state, run)
             fsync(partial.root)
             partial.root.rename(run.root)
@@ -204,19 +208,23 @@ def _is_finished(
         config = load_config(saved, changes(run))
         if config.model_copy(update={"stop": saved.stop}) != saved:
             raise ConfigError(f"{state.name} keeps the settings that it began with, but for [stop]")
+        if not allow_code:
+            # of a finished run as well: its copy may be evaluated, or go on with other limits
+            _refuse_unknown_code(state.name, run)
         if state.ended and is_trained_to_end(run, config.stop, config.checkpoint):
             return True
-        if run.code.exists() and not allow_code:
-            _refuse_unknown_code(state.name, read_record(run.code, AllowedCode).files)
         absent = [f"{setting}: there is no {path} here" for setting, path in data_of_this_machine(run, is_here=False)]
     if absent:
         raise ConfigError([*absent, f"{state.name} goes on only with the data that it began with"])
     return False
 
 
-def _refuse_unknown_code(name: str, files: Mapping[str, str]) -> None:
+def _refuse_unknown_code(name: str, run: RunDir) -> None:
     """Raise ConfigError unless each Python file of a run is also on this machine, in its place: who may write to the
     store could otherwise let this machine execute anything."""
+    # without the record a process would execute whatever the settings name: so none of it is known
+    named = {file.location: "unknown" for _, file in named_files(read_config(run, "given")) if file.is_code}
+    files = read_record(run.code, AllowedCode).files if run.code.exists() else named
     here = {path: sha256(Path(path)) for path in files if Path(path).is_file()}
     unknown = [f"{path}, SHA-256 {digest[:SHOWN]}" for path, digest in files.items() if here.get(path) != digest]
     if unknown:

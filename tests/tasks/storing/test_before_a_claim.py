@@ -109,6 +109,40 @@ def test_python_from_a_store_is_executed_if_it_is_here_too_or_permitted(
     assert claimed(store) == 2
 
 
+def test_python_that_a_store_does_not_record_is_refused_in_a_finished_run_too(
+    run: RunDir, store: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "ops.py"
+    file.write_text("")
+    write_settings(run, with_changes(read_config(run, "given"), {"model": {"converters": (file,)}}))
+    run.code.unlink(missing_ok=True)
+    save_step(run, 9)
+    assert send(run)
+    with pytest.raises(ConfigError, match=rf"{file}, SHA-256 unknown; .* add --allow-code"):
+        fetch_run(f"{store}/stored-1")
+    finish(run)
+    with pytest.raises(ConfigError, match=rf"{file}, SHA-256 unknown; .* add --allow-code"):
+        fetch_run(f"{store}/stored-1")
+    assert claimed(store) == 1
+    assert not (tmp_path / "second" / "runs" / RUN_ID).exists()
+
+
+def test_python_that_a_store_gets_after_the_first_look_is_refused(
+    run: RunDir, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(run, 1)
+    assert send(run)
+
+    def add_code(*_: object) -> None:
+        write_record(run.code, AllowedCode(files={str(tmp_path / "loss.py"): "ab" * 32}))
+        assert send(run)
+
+    monkeypatch.setattr(from_store, "_wait_for_silence", add_code)
+    with pytest.raises(ConfigError, match="executes Python from the store"):
+        fetch_run(f"{store}/stored-1")
+    assert not (tmp_path / "second" / "runs" / RUN_ID).exists()
+
+
 def test_a_run_that_is_finished_comes_as_a_copy_and_is_not_claimed(run: RunDir, store: Path) -> None:
     save_step(run, 9)
     assert send(run)

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from urllib.parse import unquote, urlsplit
 
 KINDS = ("postgresql", "mysql", "mssql")
 """Database servers, as URLs of SQLAlchemy name them. Prefect takes the first alone."""
 PREFECT = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
 """Of both the first counts, as for Prefect."""
+_IN_AUTHORITY = re.compile(r"^([^:/]+://[^:/@]*):([^@]*(?:@[^/?#]*)?)@")
+_IN_QUERY = re.compile(r"([?&](?:password|passwd|pwd|sslpassword)=)([^&#]*)", re.IGNORECASE)
 LIMIT_S = 10
 """Longest time until a database has answered."""
 
@@ -37,10 +40,22 @@ def named_database(service: str) -> str:
 
 def without_password(uri: str) -> str:
     """Return the URI of a store as it is recorded and shown."""
+    uri = _IN_QUERY.sub(r"\1...", uri)
+    # SQLAlchemy takes letters in a password, such as a slash, that end the host for urlsplit
+    if is_database_server(uri):
+        return _IN_AUTHORITY.sub(r"\1@", uri)
     parts = urlsplit(uri)
     if parts.password is None:
         return uri
     return parts._replace(netloc=f"{parts.username}@{parts.netloc.rpartition('@')[2]}").geturl()
+
+
+def _passwords(uri: str) -> list[str]:
+    """Return what a URL has as passwords, as it stands there."""
+    found = [match[2] for match in _IN_QUERY.finditer(uri)]
+    if is_database_server(uri) and (match := _IN_AUTHORITY.match(uri)):
+        found.append(match[2])
+    return found
 
 
 def prefect_problem(url: str) -> str:
@@ -73,14 +88,14 @@ def _problem(url: str, connect: Callable[[], None], *, of: str) -> str:
     except Exception as error:  # each driver has errors of its own
         lines = str(error).splitlines() or [type(error).__name__]
         # a driver may repeat what it was given
-        said = _without(urlsplit(url).password, lines[0])
+        said = _without(_passwords(url), lines[0])
         return f"{shown} cannot be used ({said}); start or make it, or correct its address, user or password"
     return ""
 
 
-def _without(password: str | None, text: str) -> str:
-    """Return a text without a password, as it stands in a URL and as it is."""
-    for secret in filter(None, (password, unquote(password or ""))):
+def _without(passwords: Sequence[str], text: str) -> str:
+    """Return a text without passwords, as they stand in a URL and as they are."""
+    for secret in filter(None, (*passwords, *map(unquote, passwords))):
         text = text.replace(secret, "...")
     return text
 

@@ -51,7 +51,24 @@ def test_a_database_that_cannot_be_used_is_named_without_its_password(monkeypatc
     said.append(mlflow_problem(f"postgresql://{NOWHERE}"))
     assert "needs the package psycopg2, which is not installed here" in said[4]
     assert all("cret" not in each for each in said), said
-    assert without_password("postgresql://u:a@h/d?ssl=require") == "postgresql://u@h/d?ssl=require"
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("postgresql://u:a@h/d?ssl=require", "postgresql://u@h/d?ssl=require"),
+        ("postgresql://u:cr/et@h:5/d", "postgresql://u@h:5/d"),
+        ("postgresql://u:cr#et?@h/d", "postgresql://u@h/d"),
+        ("postgresql://u:cr@et@h/d", "postgresql://u@h/d"),
+        ("postgresql://h/d?user=u&password=cret&x=1", "postgresql://h/d?user=u&password=...&x=1"),
+        ("postgresql+asyncpg://h:5/d", "postgresql+asyncpg://h:5/d"),
+        ("http://u:a@h:5/x", "http://u@h:5/x"),
+        ("sqlite:////home/x.db", "sqlite:////home/x.db"),
+    ],
+)
+def test_a_password_is_removed_wherever_a_database_takes_one(uri: str, shown: str) -> None:
+    assert without_password(uri) == shown
+    assert without_password(shown) == shown
 
 
 def test_a_server_that_runs_with_another_database_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

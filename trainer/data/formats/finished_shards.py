@@ -58,7 +58,7 @@ def shards_at(data: DataConfig) -> Path | None:
     """
     directory = Path(data.source)
     head = shard_head(directory / MANIFEST)
-    if head is None:
+    if head is None or data.format not in ("auto", "shards"):
         return None
     others = ("sources", "evaluation_source", "test_source")
     if named := [f"data.{name}" for name in others if getattr(data, name)]:
@@ -71,9 +71,10 @@ def shards_at(data: DataConfig) -> Path | None:
 
 
 def shard_columns(data: DataConfig) -> Schema:
-    """Return the columns of finished shards by name."""
+    """Return the columns of finished shards by name. Raises DataError for another directory, or a file."""
     head = shard_head(Path(data.source) / MANIFEST)
-    assert head is not None
+    if head is None:
+        raise DataError(f"{data.source} holds no finished shards: there is no {MANIFEST} of shards in it")
     return {column.name: column for column in (*head.columns, *head.file_columns)}
 
 

@@ -85,7 +85,8 @@ def make_training_shards(
     if directory := shards_at(config.data):
         manifest = _finished_manifest(directory, cache)
         check_label_statistics(manifest, config.losses)
-        return directory, manifest, True
+        # a run finds the key again as the name of what its link leads to, which must not be another link
+        return directory if directory.name == manifest.key else directory.resolve(), manifest, True
     labels = {name for loss in config.losses for name in loss.columns}
     directory, manifest, cached = shard(recipe_of(config, signature), cache, labels, report, runner)
     return directory, with_label_statistics(directory, manifest, config.data, config.losses, signature), cached

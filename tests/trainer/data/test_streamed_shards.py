@@ -37,11 +37,12 @@ from onward.trainer.data.storage import shard_cache
 from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.data.storage.shard_cache import ShardCache, StoredFile
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import Shards, damaged_files, open_shards
+from onward.trainer.data.storage.shards import ShardFile, Shards, damaged_files, open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError, RuntimeUnavailable, ServerUnavailable, StorageUnavailable
 from onward.trainer.run.outcomes.ending_kinds import ENDINGS, kind_of_rank_error
 from onward.trainer.run.remote import remote_files
+from onward.trainer.run.remote.stores import RemoteFile
 from tests.support.graphs import tiny_mlp
 from tests.support.shards import make_shards
 from tests.trainer.data.images.test_image_batches import Stored
@@ -194,6 +195,8 @@ def test_shards_are_a_source_on_the_disk_and_at_a_url(served: Served, tmp_path: 
         open_shards(directory, "train").num_rows,
         True,
     )
+    (tmp_path / "latest").symlink_to(served.directory)
+    assert make_training_shards(config(tmp_path / "latest"), tmp_path / "cache")[0] == served.directory.resolve()
     far = config(served.place())
     rows = read_first_rows(far, read_training_signature(far.model), 8)
     assert (rows.num_rows, rows.counts) == (8, (manifest.rows("train"), manifest.rows("evaluation")))
@@ -331,6 +334,33 @@ def test_a_full_disk_is_named_with_its_numbers(served: Served, monkeypatch: pyte
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(StorageUnavailable, match=r"train-00001.arrow needs 1\S+ kB, and the disk of .* has 500 bytes"):
         shards.read(np.arange(FILE_ROWS, FILE_ROWS + 3))
+    # nothing is left that the next attempt would wait for
+    assert shards.hold_ahead(1) is None
+    assert not [*served.cache.glob(".*.partial")]
+
+
+def test_what_a_server_says_leads_out_of_no_directory(served: Served, tmp_path: Path) -> None:
+    server = shard_cache.server_of(served.place())
+    assert server is not None
+    for digest in ("/../../x", "a" * 63, "A" * 64):
+        file = ShardFile(name="train-00000.arrow", rows=1, bytes=5, sha256=digest)
+        with pytest.raises(DataError, match="has no SHA-256 or size of"):
+            server.hold_if_possible(file)
+    manifest = served.directory / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(served.directory.name, "../../../outside"))
+    [problem] = fetch({"data": DataConfig(source=served.url)})[1]
+    assert "has the key '../../../outside', which is none of shards" in problem
+    assert not [*tmp_path.rglob("outside")]
+
+
+def test_of_a_file_that_is_longer_than_announced_little_more_is_read(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_files, "CHUNK_BYTES", 500)
+    file = stored(served)
+    assert file.bytes > 14_000
+    remote_files.download_to(RemoteFile(file.url, "x", 1000, {}), tmp_path / "x")
+    assert 1000 < (tmp_path / "x").stat().st_size < 10_000
 
 
 def test_rows_of_varying_length_outlive_their_file(served: Served, tmp_path: Path) -> None:

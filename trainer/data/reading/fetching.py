@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,9 @@ def _shards(url: str, files: list[RemoteFile]) -> LocalCopy | None:
     head = shard_head(path)
     if head is None:
         return None
+    # it comes from the server, and must not lead out of the cache
+    if not re.fullmatch(r"\w+", head.key, re.ASCII):
+        raise DataError(f"the manifest at {redacted(url)} has the key {head.key[:40]!a}, which is none of shards")
     # a run knows its data by the name of the directory
     place = download_cache() / file.key / head.key
     write_record(place / ORIGIN, ShardOrigin(url=file.url.removesuffix(f"/{MANIFEST}")))

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -115,9 +116,7 @@ class ShardCache:
                 return True
             descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o600)
             is_fetched_here = _try_lock(descriptor)
-            if is_fetched_here and not self._make_room(file, partial):
-                partial.unlink()
-                os.close(descriptor)
+            if is_fetched_here and not self._has_room(file, partial, descriptor):
                 return False
         try:
             if not is_fetched_here:
@@ -161,6 +160,17 @@ class ShardCache:
         with (self._folder / ".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    def _has_room(self, file: StoredFile, partial: Path, descriptor: int) -> bool:
+        """Make room as `_make_room`; where there is none, remove the part and its lock, for which others would wait."""
+        is_made = False
+        try:
+            is_made = self._make_room(file, partial)
+        finally:
+            if not is_made:
+                partial.unlink()
+                os.close(descriptor)
+        return is_made
 
     def _make_room(self, file: StoredFile, partial: Path) -> bool:
         """Delete files until one more fits below the limit and on the disk; return whether it does."""
@@ -315,6 +325,9 @@ class ShardServer:
         return "" if digest == file.sha256 else f"{path}, a copy of {self._url}/{file.name}, has changed: delete it"
 
     def _stored(self, file: ServedFile) -> StoredFile:
+        # the manifest comes from the server, and the cache makes names of these two
+        if not re.fullmatch(r"[0-9a-f]{64}", file.sha256) or file.bytes < 0:
+            raise DataError(f"the manifest at {redacted(self._url)} has no SHA-256 or size of {file.name!a}")
         return StoredFile(f"{self._url}/{file.name}", file.bytes, file.sha256)
 
 

@@ -174,6 +174,9 @@ def _fill(file: RemoteFile, partial: Path, bar: _Bar) -> None:
                 for chunk in _chunks(file, have, block, target):
                     target.write(chunk)
                     bar.add(len(chunk))
+                    # what the server sends beyond that has no end that is known
+                    if _size(partial) > file.size:
+                        break
             if _size(partial) == have and file.size:
                 raise EOFError(f"the connection ended after {have} of {file.size} bytes")
         except Exception as error:

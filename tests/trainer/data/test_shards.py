@@ -125,6 +125,18 @@ def test_many_rows_and_few_rows_are_read_alike(tmp_path: Path, monkeypatch: pyte
     assert {type(text) for text in found[0]["text"]} == {str}
 
 
+def test_a_shard_that_states_more_values_than_it_has_is_refused(tmp_path: Path) -> None:
+    columns = [Column(name="x", dtype="float32", shape=(3,))]
+    rows = record_batch({"x": np.zeros((1234, 3), np.float32)}, columns)
+    writer = ArrowWriter(tmp_path / "t.arrow", rows.schema)
+    writer.write(rows)
+    writer.close()
+    content = (tmp_path / "t.arrow").read_bytes()
+    (tmp_path / "t.arrow").write_bytes(content.replace((1234).to_bytes(8, "little"), (10**8).to_bytes(8, "little")))
+    with pytest.raises(DataError, match=r"t\.arrow cannot be read: .* is less than the length \(100000000\)"):
+        ArrowReader(tmp_path / "t.arrow", columns)
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

@@ -507,9 +507,10 @@ def test_several_losses_are_filled_in_and_overridden_one_by_one() -> None:
 
 def test_a_password_in_a_setting_is_refused_and_not_repeated() -> None:
     raw = {"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 1}}
-    with pytest.raises(ConfigError, match="set MLFLOW_TRACKING_URI") as caught:
-        build_config({**raw, "monitor": {"tracking_uri": "postgresql://me:s3cret@db/mlflow"}})
-    assert "s3cret" not in str(caught.value)
+    for uri in ("postgresql://me:s3cret@db/x", "postgresql://me:s3/cret@db/x", "postgresql://db/x?password=s3cret"):
+        with pytest.raises(ConfigError, match="set MLFLOW_TRACKING_URI") as caught:
+            build_config({**raw, "monitor": {"tracking_uri": uri}})
+        assert "s3cret" not in str(caught.value)
 
 
 OPEN = """

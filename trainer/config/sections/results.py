@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
@@ -18,6 +17,11 @@ NO_STORES = ("aiohttp", "huggingface_hub")
 """Packages of URLs to which checkpoints are not sent: a web server takes no files, and a hub makes a commit of each."""
 MOST_PROFILED_STEPS = 50
 """Most steps that are profiled."""
+
+# of a database it may have a slash, as SQLAlchemy reads it, and be in the query
+_PASSWORD = re.compile(
+    r"^https?://[^/?#]*:[^/?#]*@|^(?!https?:)[^:]+://[^:/@]*:[^@]*@|[?&](?:password|passwd|pwd|sslpassword)=", re.I
+)
 
 
 class CheckpointConfig(Section):
@@ -118,7 +122,7 @@ class MonitorConfig(Section):
     @field_validator("tracking_uri")
     @classmethod
     def _has_no_password(cls, uri: str) -> str:
-        if urlsplit(uri).password is not None:
+        if _PASSWORD.search(uri):
             raise ValueError(
                 "a password in a setting would get into records and logs: leave the setting empty, and set "
                 "MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, in the environment"

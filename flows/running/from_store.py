@@ -230,7 +230,8 @@ def _refuse_unknown_code(name: str, run: RunDir) -> None:
     if unknown:
         raise ConfigError(
             f"{name} executes Python from the store that is not on this machine: {'; '.join(unknown)}; put the same "
-            "files in their places, or, if you trust all who can write to the store, add --allow-code"
+            "files in their places, or, if you trust all who can write to it, use `onward resume STORE/RUN "
+            "--allow-code`"
         )
 
 

@@ -100,7 +100,8 @@ def test_python_from_a_store_is_executed_if_it_is_here_too_or_permitted(
     save_step(run, 1)
     assert send(run)
     loss.write_text("def loss(): return 1\n")
-    with pytest.raises(ConfigError, match=rf"Python .* not on this machine: {loss}, SHA-256 .*; .* add --allow-code"):
+    permitted = "use `onward resume STORE/RUN --allow-code`"
+    with pytest.raises(ConfigError, match=rf"Python .* not on this machine: {loss}, SHA-256 .*; .* {permitted}"):
         fetch_run(f"{store}/stored-1")
     with pytest.raises(ConfigError, match="executes Python from the store"):
         fetch_named_run(str(store), "stored-1", read_config(run, "given"))
@@ -118,10 +119,10 @@ def test_python_that_a_store_does_not_record_is_refused_in_a_finished_run_too(
     run.code.unlink(missing_ok=True)
     save_step(run, 9)
     assert send(run)
-    with pytest.raises(ConfigError, match=rf"{file}, SHA-256 unknown; .* add --allow-code"):
+    with pytest.raises(ConfigError, match=rf"{file}, SHA-256 unknown; .* use `onward resume STORE/RUN --allow-code`"):
         fetch_run(f"{store}/stored-1")
     finish(run)
-    with pytest.raises(ConfigError, match=rf"{file}, SHA-256 unknown; .* add --allow-code"):
+    with pytest.raises(ConfigError, match=rf"{file}, SHA-256 unknown; .* use `onward resume STORE/RUN --allow-code`"):
         fetch_run(f"{store}/stored-1")
     assert claimed(store) == 1
     assert not (tmp_path / "second" / "runs" / RUN_ID).exists()

@@ -29,6 +29,7 @@ from onward.trainer.data.batches.block_order import permutation_in_blocks
 from onward.trainer.data.batches.cache_needs import cache_problems
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
+from onward.trainer.data.formats.finished_shards import shards_at
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.columns import ColumnType
@@ -63,6 +64,8 @@ class Served:
     is_away: bool = False
     is_slow: threading.Event = field(default_factory=threading.Event)
     """Half of a file is sent, and nothing more."""
+    trickles: bool = False
+    """A file comes in small pieces."""
 
     @property
     def cache(self) -> Path:
@@ -114,6 +117,15 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
                 self.wfile.flush()
                 while found.is_slow.is_set():
                     time.sleep(0.05)
+            elif found.trickles and self.path.endswith(".arrow"):
+                content = (tmp_path / "server" / self.path.lstrip("/")).read_bytes()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                with contextlib.suppress(OSError):  # the client has enough
+                    for first in range(0, len(content), 500):
+                        self.wfile.write(content[first : first + 500])
+                        time.sleep(0.1)
             else:
                 super().do_GET()
 
@@ -238,6 +250,13 @@ def test_finished_shards_give_the_batches_of_what_they_were_made_of(kind: str, t
 
 
 @pytest.mark.parametrize("shuffle", [True, "length", "blocks"])
+def test_shards_whose_manifest_is_damaged_are_no_source(served: Served) -> None:
+    manifest = served.directory / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-20])
+    with pytest.raises(DataError, match=rf"{manifest} is damaged: copy it there again"):
+        shards_at(DataConfig(source=str(served.directory)))
+
+
 def test_an_order_that_would_fetch_a_file_for_each_row_is_refused_with_the_choices(
     served: Served, shuffle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,13 +322,36 @@ def test_a_server_that_comes_back_is_waited_for_and_one_that_stays_away_is_not(
     back.join()
 
 
+def test_a_network_that_is_too_slow_is_named_and_what_came_is_kept(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_cache, "WAIT_S", 1.0)
+    monkeypatch.setattr(remote_files, "BLOCK_BYTES", 500)
+    shards = served.open()
+    served.trickles = True
+    began = time.monotonic()
+    with pytest.raises(ServerUnavailable, match=r"train-00000.arrow .* was not here after 1 s"):
+        shards.read(np.arange(3))
+    assert time.monotonic() - began < 10
+    [part] = served.cache.glob(".*.partial")
+    assert part.stat().st_size > 0
+    # who fetches ahead ends as soon as the training does
+    assert shards.hold_ahead(1, lambda: True) is None
+    # a part that nobody fetches any more makes room for others
+    size = stored(served).bytes
+    served.trickles = False
+    _, descriptor = ShardCache(served.cache, int(1.5 * size)).hold(stored(served, 2), lambda: None)
+    os.close(descriptor)
+    assert not part.exists()
+
+
 def test_files_that_are_read_stay_and_leave_no_room_for_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_cache, "WAIT_S", 0.3)
     size = stored(served).bytes
     cache = ShardCache(served.cache, int(2.5 * size))
     served.cache.mkdir(parents=True)
     held = [cache.hold(stored(served, number), lambda: None) for number in range(2)]
-    assert not cache.fetch(stored(served, 2), 0.0)
+    assert not cache.fetch(stored(served, 2), lambda: True, tries_again=False)
     with pytest.raises(RuntimeUnavailable, match=r"other runs read from nearly all .* set ONWARD_SHARD_CACHE_GB"):
         cache.hold(stored(served, 2), lambda: None)
     # a file that is closed makes room, and of those the one that was opened longest ago
@@ -335,7 +377,7 @@ def test_a_full_disk_is_named_with_its_numbers(served: Served, monkeypatch: pyte
     with pytest.raises(StorageUnavailable, match=r"train-00001.arrow needs 1\S+ kB, and the disk of .* has 500 bytes"):
         shards.read(np.arange(FILE_ROWS, FILE_ROWS + 3))
     # nothing is left that the next attempt would wait for
-    assert shards.hold_ahead(1) is None
+    assert shards.hold_ahead(1, lambda: False) is None
     assert not [*served.cache.glob(".*.partial")]
 
 
@@ -345,7 +387,7 @@ def test_what_a_server_says_leads_out_of_no_directory(served: Served, tmp_path: 
     for digest in ("/../../x", "a" * 63, "A" * 64):
         file = ShardFile(name="train-00000.arrow", rows=1, bytes=5, sha256=digest)
         with pytest.raises(DataError, match="has no SHA-256 or size of"):
-            server.hold_if_possible(file)
+            server.hold_if_possible(file, lambda: False)
     manifest = served.directory / "manifest.json"
     manifest.write_text(manifest.read_text().replace(served.directory.name, "../../../outside"))
     [problem] = fetch({"data": DataConfig(source=served.url)})[1]
@@ -426,7 +468,9 @@ def test_a_process_that_is_killed_leaves_no_half_file_and_no_lock(
             assert time.monotonic() < deadline
             time.sleep(0.01)
         # the room for all of the file is taken
-        assert not ShardCache(served.cache, int(1.5 * stored(served).bytes)).fetch(stored(served, 1), 0.0)
+        assert not ShardCache(served.cache, int(1.5 * stored(served).bytes)).fetch(
+            stored(served, 1), lambda: True, tries_again=False
+        )
         other.kill()
     served.is_slow.clear()
     assert [path.suffix for path in served.cache.iterdir() if path.name != ".lock"] == [".partial"]

@@ -14,13 +14,15 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from onward.trainer.data.batches.sample_stream import SampleStream
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.run.machine.this_machine import fits_in_memory
 
 PAUSE_S = 0.5
-"""Until it is tried again to fetch what had no room, or no answer."""
+LONGEST_PAUSE_S = 10.0
+"""Until it is tried again to fetch what had no room, or no answer: twice as long each time."""
 FETCHED_AT_A_TIME = 4
 
 SMALL_ROW = 64 << 10
@@ -91,15 +93,18 @@ class ShardReadAhead:
     def _fetch(self, window: int, files: list[int]) -> None:
         """Fetch the files of a window and keep them, as soon as there is room, until the window is over."""
         held = self._held.setdefault(window, {})
+        pause_s = PAUSE_S
         while window >= self._here and not self._ended.is_set():
             self._release(self._here)
             missing = [number for number in files if number not in held]
             with ThreadPoolExecutor(FETCHED_AT_A_TIME) as threads:
-                descriptors = list(threads.map(self._shards.hold_ahead, missing))
+                hold = partial(self._shards.hold_ahead, is_over=self._ended.is_set)
+                descriptors = list(threads.map(hold, missing))
             held |= {number: each for number, each in zip(missing, descriptors, strict=True) if each is not None}
             if len(held) == len(files):
                 return
-            self._ended.wait(PAUSE_S)
+            self._ended.wait(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _release(self, window: int) -> None:
         """Let the files be deleted of the windows before this one."""

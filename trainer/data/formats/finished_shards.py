@@ -54,10 +54,13 @@ def shards_at(data: DataConfig) -> Path | None:
     """Return the directory of finished shards that [data] names as its source; None for any other source.
 
     Raises DataError where [data] names further rows: the shards have those to evaluate on, too. So it does for shards
-    of several sources, whose weights only the run has that made them.
+    of several sources, whose weights only the run has that made them, and for a manifest that is damaged.
     """
     directory = Path(data.source)
     head = shard_head(directory / MANIFEST)
+    # as a plain directory of Arrow files it would let the rows to evaluate on be trained on
+    if head is None and (directory / MANIFEST).exists() and any(directory.glob("train-*.arrow")):
+        raise DataError(f"{directory / MANIFEST} is damaged: copy it there again, with the shards that it belongs to")
     if head is None or data.format not in ("auto", "shards"):
         return None
     others = ("sources", "evaluation_source", "test_source")

@@ -41,6 +41,7 @@ LIMIT = "ONWARD_SHARD_CACHE_GB"
 WAIT_S = 75.0
 """Longest time that rows are waited for: less than the 100 s after which a rank counts as hanging by default."""
 PAUSE_S = 1.0
+LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,20 @@ class ShardCache:
         other runs leave no room.
         """
         deadline = time.monotonic() + WAIT_S
+        has_room = True
         while (descriptor := self._locked(file)) is None:
-            if self.fetch(file, deadline):
-                continue
-            release_others()
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not has_room:
                 raise RuntimeUnavailable(
                     f"{self._folder} has no room for {redacted(file.url)} ({shown_size(file.bytes)}): other runs read "
                     f"from nearly all of its {shown_size(self.limit)} since {WAIT_S:g} s; set {LIMIT} to more, or "
                     "start one run after the other"
                 )
-            time.sleep(0.1)
+            if time.monotonic() > deadline:
+                raise _too_slow(file)
+            has_room = self.fetch(file, lambda: time.monotonic() > deadline, tries_again=True)
+            if not has_room:
+                release_others()
+                time.sleep(LOOK_S)
         return self._path(file), descriptor
 
     def clean(self, days: float) -> Cleaned:
@@ -97,18 +101,22 @@ class ShardCache:
                 sizes[is_old and _delete_unlocked(path)].append(state.st_size)
         return Cleaned(len(sizes[True]), sum(sizes[True]), len(sizes[False]), sum(sizes[False]))
 
-    def hold_if_room(self, file: StoredFile) -> int | None:
-        """Return a descriptor as `hold` does, without waiting; None if files that are read leave no room."""
+    def hold_if_room(self, file: StoredFile, is_over: Callable[[], bool]) -> int | None:
+        """Return a descriptor as `hold` does, without waiting; None if files that are read leave no room.
+
+        is_over: whether the download is to end before it is complete, which raises ServerUnavailable.
+        """
         descriptor = self._locked(file)
         # a server that does not answer is tried again by whoever needs the rows
-        if descriptor is None and self.fetch(file, time.monotonic()):
+        if descriptor is None and self.fetch(file, is_over, tries_again=False):
             descriptor = self._locked(file)
         return descriptor
 
-    def fetch(self, file: StoredFile, deadline: float) -> bool:
+    def fetch(self, file: StoredFile, is_over: Callable[[], bool], *, tries_again: bool) -> bool:
         """Bring a file into the cache if it is not there; return False if files that are being read leave no room.
 
-        deadline: on the monotonic clock, until when a server is tried again that does not answer. Raises as `hold`.
+        is_over: whether to end before that; what came is kept. tries_again: also a server that does not answer, until
+        then. Returns True as well when another process still fetches the file. Raises as `hold`.
         """
         partial = self._folder / f".{file.sha256}.{file.bytes}.partial"
         with self._making_room():
@@ -121,15 +129,17 @@ class ShardCache:
         try:
             if not is_fetched_here:
                 # another process fetches it, and the caller looks again when that has ended
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                _wait_for(descriptor, is_over if tries_again else lambda: True)
                 return True
-            _download(file, partial, deadline)
+            _download(file, partial, is_over, tries_again=tries_again)
             fsync(partial)
             # under the lock, so that whoever makes room counts the file once
             with self._making_room():
                 partial.replace(self._path(file))
             fsync(self._folder)
             return True
+        except ServerUnavailable:
+            raise  # the next one who wants the file goes on with what came
         except BaseException:
             # the name may be that of another process already, where this part has none any more
             if is_fetched_here and os.fstat(descriptor).st_nlink:
@@ -177,12 +187,14 @@ class ShardCache:
         used = 0
         files: list[tuple[int, int, Path]] = []
         for path in self._folder.iterdir():
-            if path.suffix == ".arrow":
+            if path.suffix not in (".arrow", ".partial") or path == partial:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # whoever fetched it has removed it
                 state = path.stat()
-                files.append((state.st_mtime_ns, state.st_size, path))
-                used += state.st_size
-            elif path.suffix == ".partial" and path != partial and not _delete_unlocked(path):
-                used += int(path.name.split(".")[2])
+                # a part takes all of its bytes in the end; of a process that died it is deleted like a file
+                size = state.st_size if path.suffix == ".arrow" else int(path.name.split(".")[2])
+                files.append((state.st_mtime_ns, size, path))
+                used += size
         for _, size, path in sorted(files):
             if used + file.bytes <= self.limit and self._free() >= file.bytes:
                 return True
@@ -240,19 +252,41 @@ def _delete_unlocked(path: Path) -> bool:
         os.close(descriptor)
 
 
-def _download(file: StoredFile, partial: Path, deadline: float) -> None:
+def _wait_for(descriptor: int, is_over: Callable[[], bool]) -> None:
+    """Return when no other process fetches the file, or `is_over`."""
+    while not is_over():
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        time.sleep(LOOK_S)
+
+
+def _too_slow(file: StoredFile) -> ServerUnavailable:
+    return ServerUnavailable(
+        f"{redacted(file.url)} ({shown_size(file.bytes)}) was not here after {WAIT_S:g} s, in which the rows of a step "
+        "wait for it; the next attempt goes on with what came. For a network as slow as this make smaller files"
+    )
+
+
+def _download(file: StoredFile, partial: Path, is_over: Callable[[], bool], *, tries_again: bool) -> None:
     """Fill a file, on which this process has a lock, and compare its digest."""
     wrong = 0
+    too_late = _too_slow(file)
     while True:
         try:
-            download_to(RemoteFile(file.url, file.url.rpartition("/")[2], file.bytes, {}), partial)
+            remote = RemoteFile(file.url, file.url.rpartition("/")[2], file.bytes, {})
+            if not download_to(remote, partial, is_over):
+                raise too_late
+        except ServerUnavailable:
+            raise
         except StorageUnavailable:
             raise
         except RuntimeUnavailable as error:
             if (size := _size_at(file.url)) not in (None, file.bytes):
                 raise DataError(_damaged(file, f"has {size} bytes, not the {file.bytes} of the manifest")) from None
-            if time.monotonic() > deadline:
+            if not tries_again or is_over():
                 raise ServerUnavailable(error.problems) from error
+            too_late = ServerUnavailable(error.problems)
             log.warning("%s; trying again", error)
             time.sleep(PAUSE_S)
             continue
@@ -303,15 +337,16 @@ class ShardServer:
         """Return a local copy and a descriptor that keeps it there. Raises as `ShardCache.hold`."""
         return self._cache.hold(self._stored(file), release_others)
 
-    def hold_if_possible(self, file: ServedFile) -> int | None:
+    def hold_if_possible(self, file: ServedFile, is_over: Callable[[], bool]) -> int | None:
         """Bring a file into the cache; return a descriptor as `hold` does, None where there is no room or no answer.
 
-        Raises DataError as `hold`.
+        is_over: whether to end before that. Raises DataError as `hold`.
         """
         try:
-            return self._cache.hold_if_room(self._stored(file))
+            return self._cache.hold_if_room(self._stored(file), is_over)
         except RuntimeUnavailable as error:
-            log.warning("not fetched yet: %s", error)
+            if not is_over():
+                log.warning("not fetched yet: %s", error)
             return None
 
     def problem(self, file: ServedFile) -> str:

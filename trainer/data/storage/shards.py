@@ -287,13 +287,13 @@ class Shards:
         found: list[int] = np.unique(np.searchsorted(self._starts, [*firsts, *lasts], side="right") - 1).tolist()
         return found
 
-    def hold_ahead(self, number: int) -> int | None:
+    def hold_ahead(self, number: int, is_over: Callable[[], bool]) -> int | None:
         """Fetch a file of a server; return a descriptor that keeps it, None where that is not possible now.
 
-        Raises DataError for a damaged file.
+        is_over: whether to end before that. Raises DataError for a damaged file.
         """
         assert self._server is not None
-        return self._server.hold_if_possible(self._files[number])
+        return self._server.hold_if_possible(self._files[number], is_over)
 
     def close_files(self) -> None:
         """Close all files; one that is read again is opened again."""

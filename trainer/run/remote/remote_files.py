@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -112,15 +112,16 @@ def _download(file: RemoteFile, cache: Path, bar: _Bar) -> RemoteFile:
         return file
 
 
-def download_to(file: RemoteFile, target: Path) -> None:
+def download_to(file: RemoteFile, target: Path, is_over: Callable[[], bool] = lambda: False) -> bool:
     """Download one file of an object store to a path; what an interrupted download left there is kept.
 
-    Raises as `download`. The caller compares the content.
+    Return whether it is complete: it is not once `is_over`. Raises as `download`. The caller compares the content.
     """
     bar = _Bar(file.name, file.size)
     try:
         with explained(file.url):
-            _fill(file, target, bar)
+            _fill(file, target, bar, is_over)
+        return target.exists() and _size(target) >= file.size
     finally:
         bar.clear()
 
@@ -163,19 +164,24 @@ def key_of(files: Sequence[RemoteFile]) -> str:
 # -- one download
 
 
-def _fill(file: RemoteFile, partial: Path, bar: _Bar) -> None:
-    """Append to `partial` until it has the file's size; errors in between are retried, and what came stays."""
+def _fill(file: RemoteFile, partial: Path, bar: _Bar, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Append to `partial` until it has the file's size or `is_over`.
+
+    Errors in between are retried, and what came stays.
+    """
     failures = 0
     block = BLOCK_BYTES
     # an empty file is complete with 0 bytes, but must exist
     while (have := _size(partial)) < file.size or not partial.exists():
+        if is_over():
+            return
         try:
             with partial.open("ab") as target:
                 for chunk in _chunks(file, have, block, target):
                     target.write(chunk)
                     bar.add(len(chunk))
                     # what the server sends beyond that has no end that is known
-                    if _size(partial) > file.size:
+                    if _size(partial) > file.size or is_over():
                         break
             if _size(partial) == have and file.size:
                 raise EOFError(f"the connection ended after {have} of {file.size} bytes")

@@ -250,13 +250,6 @@ def test_finished_shards_give_the_batches_of_what_they_were_made_of(kind: str, t
 
 
 @pytest.mark.parametrize("shuffle", [True, "length", "blocks"])
-def test_shards_whose_manifest_is_damaged_are_no_source(served: Served) -> None:
-    manifest = served.directory / "manifest.json"
-    manifest.write_text(manifest.read_text()[:-20])
-    with pytest.raises(DataError, match=rf"{manifest} is damaged: copy it there again"):
-        shards_at(DataConfig(source=str(served.directory)))
-
-
 def test_an_order_that_would_fetch_a_file_for_each_row_is_refused_with_the_choices(
     served: Served, shuffle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +336,13 @@ def test_a_network_that_is_too_slow_is_named_and_what_came_is_kept(
     _, descriptor = ShardCache(served.cache, int(1.5 * size)).hold(stored(served, 2), lambda: None)
     os.close(descriptor)
     assert not part.exists()
+
+
+def test_shards_whose_manifest_is_damaged_are_no_source(served: Served) -> None:
+    manifest = served.directory / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-20])
+    with pytest.raises(DataError, match=rf"{manifest} is damaged: copy it there again"):
+        shards_at(DataConfig(source=str(served.directory)))
 
 
 def test_files_that_are_read_stay_and_leave_no_room_for_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,6 +247,7 @@ def test_the_total_adds_steps_evaluations_checkpoints_and_loading(settings: dict
     assert (found.samples_per_s, found.per_1000_samples_s) == (4.0, 250.0)
 
 
+@pytest.mark.slow
 def test_the_copy_of_a_checkpoint_in_memory_is_said(
     settings: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:

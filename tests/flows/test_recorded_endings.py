@@ -62,7 +62,7 @@ ANSWERS: Mapping[str, tuple[bool, int, str]] = {
     "preempted": (True, 70, GOES_ON),
     "host_lost": (True, 70, f"start the host again, or take it out of launch.hostfile; {GOES_ON}"),
     "storage": (True, 3, f"make room (`onward gc` lists what may go) or repair the disk; {GOES_ON}"),
-    "server": (True, 70, f"start the server again (`onward up`); {GOES_ON}"),
+    "server": (True, 70, f"start the server again (Onward's own: `onward up`); {GOES_ON}"),
     "unknown": (True, 70, f"the traceback is in flow.log (`onward logs`); {GOES_ON}"),
     "machine": (False, 3, f"correct what is listed; {GOES_ON}"),
     "fenced": (False, 72, "nothing: a newer attempt has the run"),

@@ -247,6 +247,7 @@ with open(__file__, "a") as file:
     ],
     ids=["converters, which the flow executes twice", "a loss, which it executes once before the ranks"],
 )
+@pytest.mark.slow
 def test_code_that_changes_after_it_was_permitted_is_not_executed_again(
     setting: str, message: str, workshop: Path
 ) -> None:

@@ -651,6 +651,7 @@ def test_the_progress_and_the_summary_say_what_training_costs() -> None:
 # -- Prefect
 
 
+@pytest.mark.slow
 def test_artifacts_show_the_progress_and_the_confusion_matrix(tmp_path: Path) -> None:
     from prefect import flow
     from prefect.client.orchestration import get_client

@@ -68,6 +68,7 @@ def test_a_deployment_names_its_pool_its_queue_and_its_image(config: RunConfig) 
     assert boxed.job_variables["env"]["ONWARD_HOME"] == os.environ["ONWARD_HOME"]
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_absent_or_open_is_refused_with_the_command_that_makes_a_closed_one(config: RunConfig) -> None:
     with pytest.raises(RuntimeUnavailable, match=r"no work pool 'none'.*`prefect work-pool create none --type process"):
         deploy(config, "a", place=Place(pool="none"))

@@ -97,6 +97,7 @@ def ranks() -> list[dict[str, Any]]:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("name", "zero"), CASES)
+@pytest.mark.slow
 def test_gathers_in_half_precision_train_with_the_bits_of_gathers_in_fp32(
     ranks: list[dict[str, Any]], name: str, zero: int
 ) -> None:

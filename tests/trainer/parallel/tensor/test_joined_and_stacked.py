@@ -427,6 +427,7 @@ def shares(name: str) -> list[str]:
     return [f"{part / whole:.2f}" for whole, part in zip(*found, strict=True)]
 
 
+@pytest.mark.slow
 def test_the_shares_of_the_documentation_are_those_of_the_graphs() -> None:
     page = (ROOT / "docs" / "explanation" / "parallelism.md").read_text(encoding="utf-8")
     table = page.partition("<!-- shares: begin -->")[2].partition("<!-- shares: end -->")[0]

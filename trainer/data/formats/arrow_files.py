@@ -89,9 +89,8 @@ class ArrowReader:
             self._size_bytes = mapped.size()
             file = pa.ipc.open_file(mapped)
             batches = [file.get_batch(number) for number in range(file.num_record_batches)]
-            # a file of a server may state more values than it has, which would be read from behind the mapping
             for batch in batches:
-                batch.validate()
+                batch.validate()  # one that states more values than it has would be read behind the mapping
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
         self.num_rows = int(self._starts[-1])
         self._views = {column.name: [_views(batch[column.name], column) for batch in batches] for column in columns}

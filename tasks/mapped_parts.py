@@ -20,7 +20,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import as_completed
 
-from onward.tasks.checks.machine_check import engine_of
+from onward.trainer.config.sections.data import engine_of
 from onward.trainer.data.storage.recipe import Recipe
 from onward.trainer.data.storage.written_parts import PartMaker, PartStep, RunSteps, StepResult, open_maker
 from onward.trainer.errors import DataError, RuntimeUnavailable

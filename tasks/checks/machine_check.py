@@ -23,6 +23,7 @@ from onward.tasks.checks.registered_models import store_of
 from onward.tasks.launching.jobs import launcher_of, ranks_of
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.data import engine_of
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.config.urls import redacted, url_of
 from onward.trainer.data.schema.signature import model_bytes
@@ -72,11 +73,6 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
     if {"model", "train", "checkpoint", "monitor", "export", "parallel", "launch"} <= sections.keys():
         problems += _space_problems(RunConfig.model_construct(**dict(sections)))
     return problems
-
-
-def engine_of(shard_on: str) -> str:
-    """Return the engine that a value of data.shard_on names."""
-    return "ray" if shard_on.startswith("ray") else "dask"
 
 
 def engine_problems(shard_on: str) -> Iterator[str]:

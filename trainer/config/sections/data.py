@@ -190,3 +190,8 @@ class DataConfig(Section):
     """Columns of raw text and the model's tokenizer: `[data.text]`."""
     table: TableConfig = TableConfig()
     """What is computed of columns of a table: `[data.table]`."""
+
+
+def engine_of(shard_on: str) -> str:
+    """Return the engine that a value of data.shard_on names."""
+    return "ray" if shard_on.startswith("ray") else "dask"

@@ -118,7 +118,8 @@ def test_all_hosts_that_are_left_compute_and_one_that_is_back_is_used_after_the_
     assert "all 3 hosts answer again: the layout is the configured one" in log.read_text()
     # of the same samples in the same order the losses differ by rounding, which grows with the steps
     found = losses(run)
-    assert sorted(found) == [*range(5, 3001, 5)]
+    # an attempt that saves and ends early shows its last step, too
+    assert sorted(found) == sorted({*range(5, 3001, 5), second.step})
     same = workshop.onward("run", str(workshop.root / "config.toml"), *SETTINGS, *more)
     wanted = losses(RunDir(Path(same["directory"])))
     for step in range(5, second.step, 5):

@@ -35,6 +35,7 @@ COLUMNS, LINES = 80, 50
 UNWRAPPED = 500
 """Columns of the screen that is read: lines that a terminal of COLUMNS would wrap stay one line."""
 HOME, FOLDER, HOST = "/home/ada/.onward", "/home/ada/models", "node-1"
+PYTHON = "/home/ada/.venv/bin/python"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class Terminal:
 
     def _with_short_paths(self, text: str) -> str:
         text = text.replace(str(self.home), HOME).replace(str(self.folder), FOLDER)
-        text = text.replace(tempfile.gettempdir(), "/tmp")
+        # a script of a job names the Python that wrote it
+        text = text.replace(sys.executable, PYTHON).replace(tempfile.gettempdir(), "/tmp")
         return re.sub(rf"\bon {re.escape(socket.gethostname())}\b", f"on {HOST}", text)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from onward.tasks.attempts.wait_before_retry import wait_for_hosts
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.tasks.checks.host_table import ask_hosts, files_of_ranks
 from onward.tasks.launching.jobs import chosen_launcher, job_of, launcher_of
+from onward.tasks.launching.own_homes import bring_run
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.data.schema.signature import model_bytes
 from onward.trainer.errors import RuntimeUnavailable
@@ -57,7 +58,7 @@ def init_runtime(run: RunDir) -> RuntimeReport:
         wait_for_hosts(run)
     config = read_config(run)
     if config.launch.hostfile:
-        _check_hosts(run, config.launch, files_of_ranks(config))
+        _check_hosts(run, config.launch, files_of_ranks(config), has_store=bool(config.checkpoint.store))
     folder = run.root / "preflight"
     # reports of an earlier start would be counted as ranks of this one
     shutil.rmtree(folder, ignore_errors=True)
@@ -90,16 +91,20 @@ def init_runtime(run: RunDir) -> RuntimeReport:
     return report
 
 
-def _check_hosts(run: RunDir, launch: LaunchConfig, files: Mapping[str, str]) -> None:
-    """Ask the hosts of the hostfile and write networks.json. Raises RuntimeUnavailable with all of their problems."""
-    table = ask_hosts(launch, run.root, files)
+def _check_hosts(run: RunDir, launch: LaunchConfig, files: Mapping[str, str], *, has_store: bool) -> None:
+    """Ask the hosts of the hostfile and write networks.json. Raises RuntimeUnavailable with all of their problems.
+
+    Those with a home of their own get the records of the run.
+    """
+    table = ask_hosts(launch, run.root, files, has_store=has_store)
     for row in table.rows:
         log.info("%s", row)
     for line in table.warnings:
         log.warning(line)
     if found := table.problems:
         raise RuntimeUnavailable(found)
-    write_record(run.networks, Networks(networks=table.networks))
+    write_record(run.networks, Networks(networks=table.networks, own_homes=table.own_homes))
+    bring_run(run, with_data=False)
 
 
 def needs_of(run: RunDir, model: Path, parallel: ParallelConfig) -> Needs:

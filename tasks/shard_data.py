@@ -14,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from onward.infra.mlflow.mlflow_store import TrackingError
 from onward.infra.mlflow.model_package import Port
 from onward.infra.mlflow.tracking import DataSplit, Tracker
+from onward.tasks.launching.own_homes import bring_run
 from onward.tasks.mapped_parts import MappedParts
 from onward.tasks.shown.mlflow_tags import digests_of
 from onward.tasks.shown.task_logger import IN_RESULT
@@ -63,7 +64,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     _refuse_changes(run, manifest)
     _link(run.shards, directory)
     write_resolved(run)
-    files = len(manifest.train) + len(manifest.evaluation)
+    bring_run(run)  # now, while nothing else sends to the store
     size_bytes = source_bytes(config.data)
     made = "found" if cached else "written"
     took_s = time.monotonic() - started_at
@@ -71,7 +72,8 @@ def shard_data(run: RunDir) -> ShardManifest:
     pace = "" if cached or size_bytes < 1e6 else f" ({speed(size_bytes, took_s)})"
     log.info(
         "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s%s: %s",
-        *(manifest.rows("train"), manifest.rows("evaluation"), files, manifest.format, made, took_s, pace, directory),
+        *(manifest.rows("train"), manifest.rows("evaluation"), len(manifest.train) + len(manifest.evaluation)),
+        *(manifest.format, made, took_s, pace, directory),
     )
     if config.data.sources:
         shares = zip(config.data.sources, stream.shares, manifest.sizes, strict=True)

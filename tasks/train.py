@@ -25,6 +25,7 @@ from onward.tasks.attempts.attempt_failure import failure
 from onward.tasks.attempts.returned_hosts import ReturnedHosts
 from onward.tasks.attempts.wait_before_retry import wait_until_ready
 from onward.tasks.launching.jobs import job_of
+from onward.tasks.launching.own_homes import bring_run, leave_hosts
 from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import refuse_edited
@@ -73,6 +74,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         wait_until_ready(run)
         refuse_edited(run)
         config = read_config(run)  # a retry may have changed it
+        bring_run(run, attempt=run.current_attempt + 1)
         attempt = Attempt.begin(run, config)
         ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
         log.info("attempt %d: %s, log: %s", attempt.number, ranks, run.log(attempt.number))
@@ -89,6 +91,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     result = result_of(run, attempt.number)
     record = _write_record(run, result) if result is not None else None
     if record is not None and record.status == "done":
+        leave_hosts(run)
         return record
     # its scheduler has signalled the ranks, and the flow ends as if it had been signalled, too
     if ending.kind == "preempted" and not returned.said and batch_job():

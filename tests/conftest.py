@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,19 @@ ROOT = Path(__file__).resolve().parents[1]
 if "PYTEST_XDIST_WORKER" in os.environ:  # two workers with two threads each on two cores spend their time waiting
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+QUICK_SHARES = {
+    **dict.fromkeys(("ops/test_image.py", "ops/test_memory_order.py", "ops/contributed/test_attention.py"), 3),
+    **dict.fromkeys(("quantization/test_quantized_weights.py", "fixed_batch/test_fixed_batch.py"), 3),
+    **dict.fromkeys(("equivalence/test_zero_step_identity.py", "equivalence/test_gate_refuses_mutants.py"), 3),
+    **dict.fromkeys(("equivalence/test_checkpoint_faults.py", "equivalence/test_standardised_labels.py"), 3),
+    **dict.fromkeys(("pipeline/test_split.py", "planning/test_stage_memory.py", "replicas/test_zero_in_half.py"), 3),
+    **dict.fromkeys(("surgery/test_stochastic_depth.py", "variants/test_variants.py", "quantized/test_moe.py"), 2),
+    **dict.fromkeys(("images/test_image_batches.py", "proposal/test_initialise.py", "planning/test_flops.py"), 2),
+    **dict.fromkeys(("equivalence/test_overflow_skips_everywhere.py", "recomputation/test_recompute.py"), 2),
+}
+"""End of a file's name -> k: of each parametrized test in it every k-th case is quick; `make slow` runs the others."""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +52,18 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "python", lambda: list(rank_server.command()))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests with servers first: they run one after the other, so the other worker should not wait for them."""
+    """Mark the cases that are not quick as slow, before `-m` chooses; run the tests with servers first.
+
+    Those run one after the other, so the other worker should not wait for them.
+    """
+    seen = Counter[tuple[Path, str]]()
+    for item in items:
+        share = next((k for end, k in QUICK_SHARES.items() if str(item.path).endswith(end)), 1)
+        if share > 1 and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            test = item.path, item.name.partition("[")[0]
+            if seen[test] % share:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
     items.sort(key=lambda item: "only_servers" not in getattr(item, "fixturenames", ()))

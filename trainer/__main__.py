@@ -135,7 +135,7 @@ def evaluation_data(
     from onward.trainer.data.file_rows import FileRows
     from onward.trainer.data.resolve import read_resolved
     from onward.trainer.data.schema.signature import read_training_signature
-    from onward.trainer.data.storage.shards import open_evaluated
+    from onward.trainer.data.storage.opened_shards import open_evaluated
     from onward.trainer.export.measuring.evaluation_data import EvaluationData
     from onward.trainer.model.losses.loss import Losses
     from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics

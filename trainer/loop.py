@@ -25,7 +25,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.resolve import resolved_for
 from onward.trainer.data.schema.signature import read_source, training_signature
-from onward.trainer.data.storage.shards import open_evaluated, open_shards
+from onward.trainer.data.storage.opened_shards import open_evaluated, open_shards
 from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.mesh import ParallelDims, make_mesh
 from onward.trainer.distributed.processes import MPIContext

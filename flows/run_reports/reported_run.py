@@ -16,7 +16,8 @@ from onward.flows.run_state.run_status import ended_state, remarks_of
 from onward.flows.run_state.runs import is_running
 from onward.tasks.shown.class_tables import ClassTable
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.data.storage.shards import ShardManifest, open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.diagnostics.difference import Difference
 from onward.trainer.errors import OnwardError
 from onward.trainer.run.directory import RunDir, read_config

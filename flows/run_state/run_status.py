@@ -23,7 +23,8 @@ from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.data.label_units import describe_label_units
 from onward.trainer.data.reading.sources import locate
-from onward.trainer.data.storage.shards import ShardManifest, open_evaluated
+from onward.trainer.data.storage.opened_shards import open_evaluated
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import OnwardError
 from onward.trainer.events import ConfusionMatrix, Started, read_events

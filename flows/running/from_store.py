@@ -22,8 +22,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from onward.flows.run_state.run_status import is_trained_to_end
@@ -31,14 +31,21 @@ from onward.flows.running.named_run import limits_to_resume
 from onward.infra.servers.service_state import try_lock
 from onward.tasks.checks.registered_models import store_of
 from onward.tasks.storing.named_inputs import data_of_this_machine
-from onward.trainer.checkpoint.manifest import read_manifest
+from onward.trainer.attempt.stored_files import (
+    checked_name,
+    fetch_checkpoint,
+    fetch_file,
+    input_folder,
+    paths_by_content,
+    with_moved_paths,
+    write_copies,
+)
 from onward.trainer.checkpoint.retention import Announced
 from onward.trainer.checkpoint.verification import verify
 from onward.trainer.config.loading import Override, load_config
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import check_url, url_of
-from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import CheckpointError, ConfigError, DataError, Fenced, StorageUnavailable
 from onward.trainer.quantities import shown_size
@@ -49,7 +56,6 @@ from onward.trainer.run.durable_files import fsync, sha256, write_durably
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.names import take_name
 from onward.trainer.run.records import RunIdentity, read_record, record_if_written, write_record
-from onward.trainer.run.remote.local_copies import LocalCopies, LocalCopy
 from onward.trainer.run.remote.object_store import open_place
 from onward.trainer.run.remote.sent_files import EVENTS, start_of
 from onward.trainer.run.remote.stored_run import (
@@ -57,7 +63,6 @@ from onward.trainer.run.remote.stored_run import (
     Sender,
     Sending,
     StoredCheckpoint,
-    StoredFile,
     StoredRun,
     StoredState,
     record_in,
@@ -203,7 +208,7 @@ def _is_finished(
         # only small records, because the answer may be that nothing has to come
         for name, file in state.files.items():
             if name in DECIDING or name.endswith("/result.json"):
-                _fetch_file(stored, file, run.root / _checked(name))
+                fetch_file(stored, file, run.root / checked_name(name))
         saved = read_config(run, "given")
         config = load_config(saved, changes(run))
         if config.model_copy(update={"stop": saved.stop}) != saved:
@@ -276,11 +281,11 @@ def _fetch(stored: StoredRun, state: StoredState, partial: RunDir) -> None:
     """Fetch records, event log, what settings named, and checkpoints."""
     started_at = time.monotonic()
     segments = sorted((name for name in state.files if name.startswith(f"{EVENTS}/")), key=start_of)
-    files = {partial.root / _checked(name): state.files[name] for name in state.files.keys() - set(segments)}
+    files = {partial.root / checked_name(name): state.files[name] for name in state.files.keys() - set(segments)}
     for number, each in enumerate(state.inputs):
-        files |= {_folder(partial, number) / _checked(name): file for name, file in each.files.items()}
+        files |= {input_folder(partial, number) / checked_name(name): file for name, file in each.files.items()}
     for path, file in files.items():
-        _fetch_file(stored, file, path)
+        fetch_file(stored, file, path)
     with partial.events.open("wb") as log:
         for name in segments:
             if start_of(name) != log.tell():
@@ -319,7 +324,7 @@ def _fetch_checkpoints(
             continue
         folder = run.checkpoint(each.step)
         try:
-            _fetch_checkpoint(stored, each, folder)
+            fetch_checkpoint(stored, each, folder)
             fetched.append(each)
         except (CheckpointError, DataError) as error:
             problems.append(f"{stored.files.shown}/{each.key}: {error}")
@@ -334,58 +339,22 @@ def _fetch_checkpoints(
     return fetched
 
 
-def _fetch_checkpoint(stored: StoredRun, checkpoint: StoredCheckpoint, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    content = stored.files.read(f"{checkpoint.key}/manifest.json")
-    # the state has only this digest, and the manifest those of all other files
-    if hashlib.sha256(content).hexdigest() != checkpoint.digest:
-        raise CheckpointError("manifest.json is another one")
-    (folder / "manifest.json").write_bytes(content)
-    fsync(folder / "manifest.json")
-    for file in read_manifest(folder).files:
-        stored.files.get(f"{checkpoint.key}/{file.name}", file.bytes, folder / file.name)
-        fsync(folder / file.name)
-    verify(folder)
-    fsync(folder)
-
-
-def _fetch_file(stored: StoredRun, file: StoredFile, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stored.files.get(file.key, file.bytes, path)
-    if (found := sha256(path)) != file.sha256:
-        raise DataError(f"{stored.files.shown}/{file.key} is damaged: it has SHA-256 {found[:12]}")
-    fsync(path)
-
-
-def _checked(name: str) -> str:
-    """Return a name in a run directory. Raises DataError for one that leads out of it."""
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts:
-        raise DataError(f"the state in the store names the file {name!r}, which is not inside of a run directory")
-    return name
-
-
 # -- what is different on this machine
 
 
 def _adapt(partial: RunDir, state: StoredState, run: RunDir) -> None:
     """Let the records in `partial`, which becomes `run`, name places of this machine."""
-    _write_copies(partial, state, run)
-    # by content, because the records have the paths of the machine that has written them
-    here = {}
-    for number, each in enumerate(state.inputs):
-        path = _folder(partial, number) / each.name
-        if path.is_file():
-            here[each.name, model_digest(path)] = str(_folder(run, number) / each.name)
+    write_copies(partial, state.inputs, run)
+    here = paths_by_content(partial, state.inputs, run)
     if partial.code.exists():
         allowed = read_record(partial.code, AllowedCode)
-        moved = _moved(allowed.files, here)
+        moved = with_moved_paths(allowed.files, here)
         write_record(partial.code, AllowedCode(files=moved))
         for file, digest in moved.items():
             _say(f"the run executes {Path(file).name} from the store, of SHA-256 {digest[:SHOWN]}")
     identity = read_record(partial.identity, RunIdentity)
     # the link leads to the former flow, and the one that goes on here gets its own
-    changes: dict[str, Any] = {"prefect_url": "", "code_sha256": _moved(identity.code_sha256, here)}
+    changes: dict[str, Any] = {"prefect_url": "", "code_sha256": with_moved_paths(identity.code_sha256, here)}
     if identity.tracking_uri.startswith(("sqlite:", "file:")):
         # a database of the other machine: the one of this machine gets the run with its whole history
         nowhere = {"mlflow_run_id": "", "mlflow_url": ""}
@@ -409,32 +378,6 @@ def _adapt(partial: RunDir, state: StoredState, run: RunDir) -> None:
         manifest.rename(partial.began_with)
         shutil.rmtree(partial.shards)
         partial.shards.symlink_to(onward_home() / "shards" / key, target_is_directory=True)
-
-
-def _write_copies(partial: RunDir, state: StoredState, run: RunDir) -> None:
-    """Record where the copies are of what settings named on the other machine."""
-    copies = []
-    for number, each in enumerate(state.inputs):
-        # the function behind the path stays
-        path = f"{_folder(run, number) / each.name}{each.setting.removeprefix(each.location)}"
-        size = sum(file.bytes for file in each.files.values())
-        key = hashlib.sha256("".join(file.sha256 for file in each.files.values()).encode()).hexdigest()
-        copies.append(LocalCopy(url=each.setting, path=Path(path), key=key[:24], bytes=size))
-    moved = {copy.url for copy in copies}
-    # copies of URLs are fetched again, and must be of the same version
-    if partial.remote.exists():
-        copies += [copy for copy in read_record(partial.remote, LocalCopies).copies if copy.url not in moved]
-    if copies:
-        write_record(partial.remote, LocalCopies(copies=tuple(copies)))
-
-
-def _moved(digests: Mapping[str, str], here: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """Return path -> digest with the paths of this machine."""
-    return {here.get((Path(path).name, digest), path): digest for path, digest in digests.items()}
-
-
-def _folder(run: RunDir, number: int) -> Path:
-    return run.root / "inputs" / str(number)
 
 
 def _say(text: str) -> None:

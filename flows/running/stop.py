@@ -10,7 +10,7 @@ import time
 
 from onward.flows.run_state.run_status import RunStatus, describe
 from onward.flows.run_state.runs import find_run, holder_of, is_running, reference_to, stop_limit_s
-from onward.flows.run_state.slurm_submission import Submission, note_submission
+from onward.flows.run_state.slurm_submission import forget_stopped, note_stopped
 from onward.infra.job import slurm_jobs
 from onward.infra.job.process_identity import is_gone
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
@@ -49,7 +49,7 @@ def stop(text: str) -> RunStatus:
     patience_s = stop_limit_s(run) + MARGIN_S
     print_progress(f"asked {whom} to save {name} and to stop; this may take {patience_s:.0f} s")
     try:
-        _end_job(name, job) if job else os.kill(holder["pid"], signal.SIGTERM)
+        _end_job(job) if job else os.kill(holder["pid"], signal.SIGTERM)
     except ProcessLookupError:
         pass  # it has ended meanwhile
     except slurm_jobs.SlurmError as error:
@@ -70,17 +70,17 @@ def stop(text: str) -> RunStatus:
     return describe(run)
 
 
-def _end_job(name: str, job: str) -> None:
+def _end_job(job: str) -> None:
     """Ask the script of a job of Slurm to save and to end, and let nothing start it again. Raises SlurmError.
 
     Not by scancel alone, which leaves the ranks 30 s, whatever launch.stop_grace_s is.
     """
     # before the signal, after which the script would put its job back into the queue
-    note_submission(name, Submission(job=job, stopped=True))
+    note_stopped(job)
     try:
         slurm_jobs.end_script(job)
     except slurm_jobs.SlurmError:
-        note_submission(name, Submission(job=job))
+        forget_stopped(job)
         raise
 
 

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onward.flows.run_state.runs import holder_of, is_running, stop_limit_s
-from onward.flows.run_state.slurm_submission import Submission, note_submission, submission_of
+from onward.flows.run_state.slurm_submission import Submission, is_stopped, note_submission, submission_of
 from onward.flows.running.named_run import NAME
 from onward.infra.job import slurm_jobs
 from onward.infra.job.slurm_jobs import SlurmError, SlurmJob
 from onward.tasks.attempts.retry_policy import newest_checkpoint
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
-from onward.trainer.errors import ConfigError, RuntimeUnavailable, shown
+from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable, shown
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.names import owner_of
 
@@ -126,7 +126,7 @@ def requeued(name: str) -> Iterator[None]:
     Not if somebody has stopped the run, and not if its time was too short to train anything, which would repeat itself
     for ever. Raises RuntimeUnavailable in a job that was stopped, which Slurm has started again after a lost host.
     """
-    if (job := slurm_jobs.batch_job()) and _is_stopped(name, job):
+    if (job := slurm_jobs.batch_job()) and is_stopped(job):
         raise RuntimeUnavailable(
             f"`onward stop` has ended {name} in job {job} of Slurm; another job, by `onward submit`, goes on with it"
         )
@@ -145,10 +145,10 @@ def requeued(name: str) -> Iterator[None]:
 def _end_or_requeue(name: str, job: str, *, has_saved: bool) -> None:
     """Cancel a job that somebody has stopped, leave one whose time is too short, and requeue any other."""
     run = _run_of(name)
-    # the ranks are asked to end before the job does, as long as they may take to save
-    near_end_s = NEAR_END_S + (stop_limit_s(run) if run else 0.0)
     try:
-        if _is_stopped(name, job):
+        # the ranks are asked to end before the job does, as long as they may take to save
+        near_end_s = NEAR_END_S + (stop_limit_s(run) if run else 0.0)
+        if is_stopped(job):
             slurm_jobs.cancel(job)  # all is saved; its state says then that somebody has ended it
         # a job that was preempted long before its limit may get further the next time
         elif not has_saved and slurm_jobs.ends_at() - time.time() < near_end_s:
@@ -156,13 +156,8 @@ def _end_or_requeue(name: str, job: str, *, has_saved: bool) -> None:
         else:
             print(f"onward: job {job} of Slurm is put back into the queue, and goes on from there", file=sys.stderr)
             slurm_jobs.requeue(job)
-    except SlurmError as error:
+    except (SlurmError, OnwardError) as error:
         print(f"onward: {error}; send it again to go on", file=sys.stderr)
-
-
-def _is_stopped(name: str, job: str) -> bool:
-    known = submission_of(name)
-    return known is not None and known.stopped and known.job == job
 
 
 def _run_of(name: str) -> RunDir | None:

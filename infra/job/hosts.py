@@ -117,20 +117,29 @@ class Answer:
 
 
 def ask_programs(
-    hosts: Sequence[str], words: Sequence[str], question: str, line: str, users: Mapping[str, str] = os.environ
+    hosts: Sequence[str],
+    words: Sequence[str],
+    question: str,
+    line: str,
+    users: Mapping[str, str] = os.environ,
+    *,
+    limit_s: float = ANSWER_S,
 ) -> dict[str, Answer]:
     """Ask a program on each host, at the same time; return what each has said.
 
-    The program answers as trainer/run/machine/host_report.py describes it. line: how each of its lines begins.
+    The program answers as trainer/run/machine/host_report.py describes it. line: how each of its lines begins. limit_s:
+    until it must have answered.
     """
     if not hosts:
         return {}
     with ThreadPoolExecutor(max_workers=min(MOST_ASKED, len(hosts))) as threads:
-        answers = threads.map(lambda host: _converse(host, words, question, line, users), hosts)
+        answers = threads.map(lambda host: _converse(host, words, question, line, users, limit_s), hosts)
         return dict(zip(hosts, answers, strict=True))
 
 
-def _converse(host: str, words: Sequence[str], question: str, line: str, users: Mapping[str, str]) -> Answer:
+def _converse(
+    host: str, words: Sequence[str], question: str, line: str, users: Mapping[str, str], limit_s: float
+) -> Answer:
     environment = environment_of_ranks(users)
     if is_here(host):
         # of the user's own login to this host, which says nothing of the network between the hosts
@@ -152,7 +161,7 @@ def _converse(host: str, words: Sequence[str], question: str, line: str, users: 
             )
         except OSError as error:
             return Answer(f"{command[0]} cannot be started: {error.strerror}")
-        limit = threading.Timer(ANSWER_S, program.kill)
+        limit = threading.Timer(limit_s, program.kill)
         limit.start()
         with program:
             try:
@@ -168,7 +177,7 @@ def _converse(host: str, words: Sequence[str], question: str, line: str, users: 
         errors.seek(0)
         said = " ".join(errors.read().split())[-300:]
     if program.returncode == -signal.SIGKILL:
-        return Answer(f"no answer in {ANSWER_S:g} s{f': {said}' if said else ''}")
+        return Answer(f"no answer in {limit_s:g} s{f': {said}' if said else ''}")
     # ssh itself ends with 255, and else with the status of the program
     is_there = is_here(host) or program.returncode != SSH_FAILED
     return Answer(said or f"{command[0]} ended with status {program.returncode}", has_no_program=is_there)

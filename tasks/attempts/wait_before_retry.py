@@ -14,6 +14,7 @@ from types import MappingProxyType
 from onward.infra.job.hosts import is_here, read_hostfile, silence, silent_hosts
 from onward.tasks.attempts.layout_for_hosts import use_hosts
 from onward.tasks.checks.host_table import ask_hosts, files_of_ranks
+from onward.tasks.launching.own_homes import note_own_homes
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.errors import RuntimeUnavailable, StorageUnavailable
 from onward.trainer.run.directory import RunDir, read_config
@@ -114,7 +115,10 @@ def unready_hosts(run: RunDir, hosts: Sequence[str]) -> dict[str, str]:
     # the versions of this host, from which the ranks are started, are the right ones
     here = [] if any(map(is_here, answering)) else ["localhost"]
     config = read_config(run)
-    table = ask_hosts(config.launch, run.root, files_of_ranks(config), hosts=[*here, *answering])
+    asked = [*here, *answering]
+    has_store = bool(config.checkpoint.store)
+    table = ask_hosts(config.launch, run.root, files_of_ranks(config), hosts=asked, has_store=has_store)
+    note_own_homes(run, table.own_homes)
     unready = {host: why for host, why in table.unready().items() if host not in here}
     return {**silent, **unready}
 

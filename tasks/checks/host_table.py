@@ -22,6 +22,7 @@ from onward.tasks.launching.jobs import launcher_of
 from onward.trainer.config.named_files import named_files
 from onward.trainer.config.rules import Sections
 from onward.trainer.config.sections.ranks import LaunchConfig
+from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.machine.host_report import LAUNCHER, LINE, SOURCE, HostQuestion, HostReport, network_of
@@ -50,6 +51,7 @@ class HostRow(Record):
         if self.report is None:
             return f"{self.host}: no answer"
         where = f" at {self.report.address}" if self.report.address else ", this host"
+        where += ", with a home of its own" if self.report.has_own_home else ""
         versions = ", ".join(f"{name} {version}" for name, version in self.report.versions.items())
         return f"{self.host}{where}: {versions}; clock {self.skew_s:+.1f} s"
 
@@ -68,6 +70,11 @@ class HostTable(Record):
             if report.address:
                 networks += [report.network, network_of(report.head)]
         return tuple(sorted(set(networks))) if all(networks) else ()
+
+    @property
+    def own_homes(self) -> tuple[str, ...]:
+        """The hosts with a home of their own."""
+        return tuple(host for host, report in self._reports().items() if report.has_own_home)
 
     def _reports(self) -> dict[str, HostReport]:
         return {row.host: row.report for row in self.rows if row.report is not None}
@@ -108,11 +115,17 @@ class HostTable(Record):
 
 
 def ask_hosts(
-    launch: LaunchConfig, folder: Path, files: Mapping[str, str], *, hosts: Sequence[str] | None = None
+    launch: LaunchConfig,
+    folder: Path,
+    files: Mapping[str, str],
+    *,
+    hosts: Sequence[str] | None = None,
+    has_store: bool = False,
 ) -> HostTable:
     """Ask hosts. folder: what all hosts have to share; a file is in it meanwhile. hosts: None = those of the hostfile.
 
-    files: setting -> the file that it names, which all hosts have to see.
+    files: setting -> the file that it names, which all hosts have to see. has_store: whether hosts may have a home of
+    their own, because the run has a store.
     """
     hosts = list(read_hostfile(Path(launch.hostfile))) if hosts is None else hosts
     # a host that has another directory under the same path does not have this text in it
@@ -127,7 +140,13 @@ def ask_hosts(
             stack.callback(written.unlink, missing_ok=True)
         launcher, daemon = _programs(launch)
         question = HostQuestion(
-            folder=str(folder), nonce=nonce, name=name, files=dict(files), launcher=launcher, daemon=daemon
+            folder=str(folder),
+            nonce=nonce,
+            name=name,
+            files=dict(files),
+            launcher=launcher,
+            daemon=daemon,
+            has_store=has_store,
         )
         answers = ask_programs(hosts, PROGRAM, question.model_dump_json(), LINE)
     return HostTable(rows=tuple(_row(host, answer) for host, answer in answers.items()))
@@ -142,7 +161,9 @@ def host_problems(sections: Sections) -> tuple[str, ...]:
             home = onward_home()
             # before the first run there is no home yet, and its nearest parent stands for it
             folder = next(each for each in (home, *home.parents) if each.exists())
-            return ask_hosts(launch, folder, files_of_ranks(sections)).problems
+            checkpoint = sections.get("checkpoint")
+            has_store = isinstance(checkpoint, CheckpointConfig) and bool(checkpoint.store)
+            return ask_hosts(launch, folder, files_of_ranks(sections), has_store=has_store).problems
     return ()
 
 

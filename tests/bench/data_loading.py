@@ -33,8 +33,8 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from tests.support import graphs
 from tests.support.images import encoded, picture

@@ -29,7 +29,8 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches.block_order import rows_per_block
 from onward.trainer.data.batches.sample_stream import SampleStream
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
-from onward.trainer.data.storage.shards import Shards, open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
+from onward.trainer.data.storage.shards import Shards
 from onward.trainer.run.machine import this_machine
 from tests.support.ranks import ROOT
 from tests.support.shards import make_shards

@@ -16,7 +16,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, Batches, evaluation_batches
 from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import Shards, open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
+from onward.trainer.data.storage.shards import Shards
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from tests.support import graphs
 from tests.support.runs import final_tensors, make_run, train_run, train_until

@@ -17,8 +17,8 @@ from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.schema.signature import model_digest, read_training_signature
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import RunIdentity, write_record
 from tests.equivalence.layouts import TOLERANCE

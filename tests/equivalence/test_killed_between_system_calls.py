@@ -33,8 +33,9 @@ from onward.trainer.checkpoint.save import save
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import newest_complete, verify
 from onward.trainer.data.schema.signature import model_digest
+from onward.trainer.data.storage.opened_shards import damaged_files
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import ShardManifest, damaged_files
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.export_folder import example_in

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.onnx_graph.examples.small_models import build_resnet18
 from onward.trainer.run.directory import RunDir, read_config

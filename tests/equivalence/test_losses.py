@@ -20,7 +20,7 @@ from torch import Tensor
 from onward.trainer.data.batches.batches import Batches, one_batch
 from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.model.trainable import load_weights, open_trainable
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.parallel.planning.planner import plan

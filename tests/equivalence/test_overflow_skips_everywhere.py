@@ -12,7 +12,7 @@ import torch
 
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support import graphs
 from tests.support.runs import Array, events, losses, make_run, tiny_images, tiny_text, train_run

@@ -11,7 +11,7 @@ import pytest
 
 from onward.flows.run_state.run_status import held_out_text
 from onward.tasks.shard_data import shard_data
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir
 from tests.support.graphs import tiny_token_classifier, tiny_transformer

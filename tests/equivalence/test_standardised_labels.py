@@ -16,7 +16,7 @@ import torch
 
 from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export import exported_model as export
 from onward.trainer.model.first_output_units import choose_output_units

@@ -73,6 +73,7 @@ def test_torchrun_trains_the_same_bits_as_mpirun_and_goes_on_after_a_killed_rank
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_variables_alone_start_a_job_and_wrong_ones_are_named(tmp_path: Path) -> None:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as Kubeflow's TrainJob sets them: rank 0 opens the store."""
     run = make_run(tmp_path, graphs.tiny_conv_net(), tiny_images(80), **SETTINGS)

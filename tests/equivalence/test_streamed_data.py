@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import s3fs
 
+from onward.trainer.checkpoint.bundle import write_bundle
+from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading.fetching import fetch
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.shard_cache import LIMIT
-from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.run.directory import RunDir
 from tests.support.graphs import tiny_mlp
 from tests.support.runs import assert_equal_bits, final_tensors, make_run, train_run, train_until
@@ -118,3 +120,9 @@ def test_data_larger_than_the_cache_trains_to_the_bits_of_a_disk_also_killed_and
     assert size < proxy.sent_bytes < (2.7 if is_killed else 2.02) * size
     assert watched.left_parts == []
     assert_equal_bits(final_tensors(far), final_tensors(on_disk))
+    # a bundle is exported where there is no server: the rows to evaluate on are in it
+    newest = newest_complete(far)
+    assert newest is not None
+    bundle = write_bundle(far, newest, tmp_path / "run.bundle")
+    rows = {file.name for file in (*local.manifest.evaluation, *local.manifest.test)}
+    assert {Path(name).name for name in bundle.files if name.startswith("run/shards/")} == {*rows, "manifest.json"}

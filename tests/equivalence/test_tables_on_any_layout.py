@@ -12,7 +12,7 @@ import onnx
 import onnx.parser
 import pytest
 
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir
 from tests.support.runs import assert_close, assert_equal_bits, final_tensors, make_run, train_run, train_until

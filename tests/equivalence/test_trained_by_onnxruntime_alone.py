@@ -18,7 +18,7 @@ from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.losses_from_data import with_class_axes
 from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.export.training.files import TrainingArtifacts, write_artifacts
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.optim.schedules import learning_rate

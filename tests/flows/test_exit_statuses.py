@@ -76,7 +76,6 @@ CASES = (
     Case(
         *("diverged", 6, "non_finite", ("non_finite",), "lower the learning rate"),
         words=("optimizer.learning_rate=1e38",),
-        slow=False,
     ),
     Case(
         *("two ranks diverged", 6, "non_finite", ("non_finite",), "lower the learning rate"),

@@ -14,7 +14,7 @@ import torch
 
 from onward.flows.shown.terminal_tables import outcome
 from onward.infra.mlflow.tracking import Tracker
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.model.metrics.library_measure import import_torchmetrics
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record

@@ -14,7 +14,7 @@ import onnxruntime
 import pandas as pd
 import pytest
 
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support.exported_runs import serve
 from tests.support.ranks import ROOT

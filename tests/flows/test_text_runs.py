@@ -13,7 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import ExportedModel, read_record
 from tests.support.text_paths import write_text_path

@@ -13,7 +13,7 @@ import onnx
 
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.run.directory import read_config
 from tests.bench.memory_prediction import images

@@ -261,8 +261,8 @@ def _stop_at_the_launch() -> None:
     from onward.flows import api
     from onward.flows.run_state.runs import how_to_continue
     from onward.trainer.checkpoint.verification import newest_complete
+    from onward.trainer.data.storage.opened_shards import open_shards
     from onward.trainer.data.storage.sharding import make_training_shards
-    from onward.trainer.data.storage.shards import open_shards
     from onward.trainer.run.directory import RunDir, onward_home
     from onward.trainer.run.outcomes.attempt_endings import endings
 

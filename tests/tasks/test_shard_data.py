@@ -15,7 +15,7 @@ from onward.tasks.shard_data import shard_data
 from onward.tasks.shown.mlflow_tags import digests_of
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.storage import sharding_progress
-from onward.trainer.data.storage.shards import damaged_files, open_shards
+from onward.trainer.data.storage.opened_shards import damaged_files, open_shards
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.events import read_events
 from onward.trainer.run.directory import RunDir

@@ -10,7 +10,7 @@ import pytest
 from scipy.special import log_softmax
 
 from onward.tasks.export import export_file
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.run.directory import RunDir
 from tests.support.graphs import tiny_mlp
 from tests.support.runs import assert_close, assert_equal_bits, final_tensors, losses, make_run, train_run, train_until

@@ -15,11 +15,14 @@ processes of the export execute what `--run-code` has allowed, and without it no
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import re
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Annotated, Any, Literal
@@ -33,6 +36,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES, PATHS, replaced
 from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.schema.signature import model_files
+from onward.trainer.data.storage.shard_cache import server_of
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.text.tokenizer import tokenizer_file
 from onward.trainer.errors import CheckpointError, ConfigError, RuntimeUnavailable, printable, shown
@@ -51,6 +55,8 @@ RECORDS = ("run/config.json", "run/identity.json")
 FOLDERS = ("run/checkpoints", "run/shards", "run/quantized", "model", "code", "tokenizer")
 ABSENT = "absent"
 """A folder that does not exist: settings name what is not in a bundle, the raw data and a teacher, in it."""
+_DAMAGED = (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, struct.error)
+"""What zipfile raises for an archive that is none, or is damaged; it may also seek in front of its beginning."""
 _FILE = re.compile(rf"{'|'.join(map(re.escape, RECORDS))}|(?:{'|'.join(FOLDERS)})(?:/[^/\\\0]{{1,255}})+")
 _NAME = re.compile(rf"{_FILE.pattern}|{ABSENT}/[^/\\\0]{{1,255}}")
 
@@ -89,7 +95,13 @@ def write_bundle(run: RunDir, checkpoint: VerifiedCheckpoint, target: Path) -> B
         raise ConfigError(f"{target} exists and is no bundle; name another file")
     # files that were fetched from a URL may have been deleted since
     restore_copies(run)
-    sources, settings = _collected(run, checkpoint)
+    # evaluation rows that came from a server stay on the disk until they are in the bundle
+    with ExitStack() as kept:
+        return _written(run, checkpoint, target, kept)
+
+
+def _written(run: RunDir, checkpoint: VerifiedCheckpoint, target: Path, kept: ExitStack) -> Bundle:
+    sources, settings = _collected(run, checkpoint, kept)
     identity = read_record(run.identity, RunIdentity)
     # a bundle may go to other machines: addresses of servers stay here
     nowhere = {"mlflow_run_id": "", "mlflow_url": "", "prefect_url": "", "tracking_uri": ""}
@@ -115,8 +127,11 @@ def write_bundle(run: RunDir, checkpoint: VerifiedCheckpoint, target: Path) -> B
     return listing
 
 
-def _collected(run: RunDir, checkpoint: VerifiedCheckpoint) -> tuple[dict[str, Path], bytes]:
-    """Return name in the bundle -> file, and the settings with these names in place of paths."""
+def _collected(run: RunDir, checkpoint: VerifiedCheckpoint, kept: ExitStack) -> tuple[dict[str, Path], bytes]:
+    """Return name in the bundle -> file, and the settings with these names in place of paths.
+
+    kept: ends what keeps files that were fetched from a server.
+    """
     config = read_config(run, "local")
     model = config.model.path
     sources = _below("model", model.parent, model_files(model))
@@ -133,10 +148,14 @@ def _collected(run: RunDir, checkpoint: VerifiedCheckpoint) -> tuple[dict[str, P
         sources["tokenizer/tokenizer.json"] = tokenizer_file(Path(config.data.text.tokenizer))
     shards = read_record(run.shards / "manifest.json", ShardManifest)
     # the rows to train on stay where they are: an export evaluates and tests only
-    rows = [
-        run.shards / name for name in ("manifest.json", *(each.name for each in (*shards.evaluation, *shards.test)))
-    ]
-    sources |= _below("run/shards", run.shards, rows)
+    sources["run/shards/manifest.json"] = run.shards / "manifest.json"
+    server = server_of(run.shards)
+    for rows in (*shards.evaluation, *shards.test):
+        path = run.shards / rows.name
+        if server:
+            path, descriptor = server.hold(rows, lambda: None)
+            kept.callback(os.close, descriptor)
+        sources[f"run/shards/{rows.name}"] = path
     sources |= _below("run/quantized", run.quantized, filter(Path.is_file, run.quantized.rglob("*")))
     place = f"run/checkpoints/{run.checkpoint(checkpoint.info.step).name}"
     sources |= _below(place, checkpoint.path, checkpoint.path.iterdir())
@@ -227,7 +246,10 @@ def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir,
             listing = _checked(archive, path)
             for name, file in listing.files.items():
                 _extract(archive, name, file, folder / PurePosixPath(name), path)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, struct.error) as error:
+    except (OSError, *_DAMAGED) as error:
+        # an error of the disk
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         size = path.stat().st_size
         raise CheckpointError(
             f"{path} ({size:,} bytes) is not a bundle, or a part of it is missing: {error}; write or copy it again"

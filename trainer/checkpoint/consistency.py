@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from onward.trainer.checkpoint.exchange import gather_bytes
 from onward.trainer.checkpoint.manifest import Beat
 from onward.trainer.checkpoint.write_plan import TensorPart, make_write_plan, shown
+from onward.trainer.distributed.exchange import gather_bytes
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import NUM_NAMED
 from onward.trainer.errors import ReplicasDiffer

@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from onward.trainer.checkpoint.exchange import gather, in_rounds
 from onward.trainer.checkpoint.manifest import Beat, StoredPiece, TensorEntry
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verifying
 from onward.trainer.checkpoint.write_plan import DTYPES
+from onward.trainer.distributed.exchange import gather, in_rounds
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import Box, Placement, check_fit, overlap, slices
 from onward.trainer.errors import CheckpointError

@@ -14,11 +14,11 @@ import json
 import logging
 from typing import NamedTuple
 
-from onward.trainer.checkpoint.exchange import gather, gather_bytes
 from onward.trainer.checkpoint.load import verify_together
 from onward.trainer.checkpoint.manifest import Beat
 from onward.trainer.checkpoint.retention import list_checkpoints, list_damaged, step_in
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint, all_damaged
+from onward.trainer.distributed.exchange import gather, gather_bytes
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, OnwardError
 from onward.trainer.run.directory import RunDir

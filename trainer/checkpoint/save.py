@@ -1,8 +1,9 @@
 """Save a checkpoint: every rank writes one file, rank 0 the manifest, and a rename makes it valid.
 
     all ranks    make the write plan (write_plan.py)
-    rank 0       mkdir step-000000100.partial-002
+    rank 0       mkdir step-000000100.partial-002; so does each host with a home of its own
     all ranks    write rank-0000N.safetensors, fsync
+    rank 0       gets the files of those hosts over the network
     rank 0       write manifest.json, fsync, rename to step-000000100, fsync the directory
 
 A crash before the rename leaves a partial directory, which the next attempt deletes. After each line all ranks
@@ -15,26 +16,30 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from onward.trainer.checkpoint import retention
-from onward.trainer.checkpoint.exchange import gather, in_rounds
 from onward.trainer.checkpoint.load import verify_together
 from onward.trainer.checkpoint.manifest import Beat, FileEntry, Manifest, serialise
 from onward.trainer.checkpoint.rank_file import RankFile
 from onward.trainer.checkpoint.train_state import TrainState
 from onward.trainer.checkpoint.write_plan import TensorPart, WritePlan, make_write_plan
+from onward.trainer.distributed.exchange import gather, in_rounds
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, Fenced, OnwardError, StorageUnavailable
-from onward.trainer.run.directory import RunDir
+from onward.trainer.run.directory import OWN_HOME, RunDir
 from onward.trainer.run.durable_files import fsync
 from onward.trainer.run.outcomes.storage import storage_error
 from onward.trainer.run.records import RunIdentity, read_record
 
+MOVED_BYTES = 32 << 20
+"""Of a file that comes to rank 0, in one part: between two parts the ranks show that they live."""
 _ERRORS = {kind.__name__: kind for kind in (Fenced, StorageUnavailable)}
 """Beside CheckpointError: what one rank raises, all do."""
 
@@ -82,8 +87,9 @@ def write(
         # rank 0 alone looks, and all learn it: a network file system may show others something else
         if "exists" in saving.together(saving.look_for_existing) and saving.is_complete():
             return saving.final
-        saving.together(saving.make_directory)
+        homes = saving.together(saving.make_directory)
         results = saving.write_files()
+        saving.bring_files(homes, results)
         saving.together(lambda: saving.commit(results))
     # every rank raises the same error, and one of them removes what all have written
     except OnwardError:
@@ -157,7 +163,10 @@ class _Saving:
         return True
 
     def make_directory(self) -> str:
-        """Make the partial directory on rank 0."""
+        """Make the partial directory, on rank 0 and on hosts with a home of their own; return "own" on these."""
+        if (self.run.root / OWN_HOME).exists():
+            self.partial.mkdir(parents=True, exist_ok=True)  # also another rank of the host makes it
+            return "own"
         if self.mpi.rank != 0:
             return ""
         self.run.checkpoints.mkdir(exist_ok=True)
@@ -174,6 +183,40 @@ class _Saving:
         path = self.partial / _file_name(self.mpi.rank)
         with contextlib.closing(self.file.write(path, self.content, self.beat)) as writing:
             return in_rounds(writing, self.together)
+
+    def bring_files(self, homes: Sequence[str], results: Sequence[str]) -> None:
+        """Move the files of hosts with a home of their own to that of rank 0. Collective: every rank.
+
+        homes: of each rank, as `make_directory` returns it. results: as of `write_files`.
+        """
+        for rank, (home, result) in enumerate(zip(homes, results, strict=True)):
+            if home:
+                with contextlib.closing(self._moved(rank, int(result.split()[0]))) as moving:
+                    in_rounds(moving, self.together)
+
+    def _moved(self, rank: int, size: int) -> Generator[str]:
+        """Move the file of a rank, `size` bytes. Yield "" behind each part, and at last "moved"."""
+        path = self.partial / _file_name(rank)
+        if self.mpi.rank == 0:
+            with path.open("xb") as target:
+                for part in _parts(size):
+                    dist.recv(part, rank, group=self.group)
+                    target.write(part.numpy().data)
+                    self.beat()
+                    yield ""
+                target.flush()
+                os.fsync(target.fileno())
+        elif self.mpi.rank == rank:
+            with path.open("rb") as source:
+                for part in _parts(size):
+                    source.readinto(part.numpy().data)
+                    dist.send(part, 0, group=self.group)
+                    yield ""
+            path.unlink()
+            # the last one of a host finds it empty
+            with contextlib.suppress(OSError):
+                self.partial.rmdir()
+        yield "moved"
 
     def commit(self, results: Sequence[str]) -> str:
         """Write the manifest and rename the directory, on rank 0."""
@@ -208,6 +251,12 @@ class _Saving:
         self.partial.rename(self.final)
         fsync(self.run.checkpoints)
         return ""
+
+
+def _parts(size: int) -> Iterator[torch.Tensor]:
+    """Yield room for each part of a file of `size` bytes."""
+    for start in range(0, size, MOVED_BYTES):
+        yield torch.empty(min(MOVED_BYTES, size - start), dtype=torch.uint8)
 
 
 def _file_name(rank: int) -> str:

@@ -28,8 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onward.trainer.checkpoint.exchange import gather_bytes
 from onward.trainer.checkpoint.manifest import TensorEntry, find_untiled, piece_key
+from onward.trainer.distributed.exchange import gather_bytes
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import NUM_NAMED, Box, Placement, overlap, slices
 from onward.trainer.errors import CheckpointError

@@ -20,7 +20,8 @@ from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.losses_from_data import losses_from_data, take_from_data
 from onward.trainer.data.schema.fitted import LabelledRows
 from onward.trainer.data.schema.signature import Signature, read_training_signature
-from onward.trainer.data.storage.shards import ShardManifest, Split, open_evaluated, open_shards
+from onward.trainer.data.storage.opened_shards import open_evaluated, open_shards
+from onward.trainer.data.storage.shards import ShardManifest, Split
 from onward.trainer.data.text.byte_counts import counts_bytes, metrics_from_data
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError

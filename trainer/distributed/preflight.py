@@ -8,14 +8,16 @@ import platform
 import torch
 import torch.distributed as dist
 
+from onward.trainer.distributed.exchange import gather_bytes
 from onward.trainer.distributed.failures import install_excepthook
 from onward.trainer.distributed.mesh import backend_of
 from onward.trainer.distributed.processes import MPIContext, connect, disconnect, launcher_versions
 from onward.trainer.distributed.world import address_in_use
 from onward.trainer.run.directory import RunDir, read_config
+from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.machine.host_report import SOURCE, source_digest
 from onward.trainer.run.machine.this_machine import free_host_memory
-from onward.trainer.run.records import RankReport, write_record
+from onward.trainer.run.records import RankReport
 
 
 def run_preflight(run: RunDir) -> None:
@@ -34,7 +36,10 @@ def run_preflight(run: RunDir) -> None:
         ranks_per_gpu=launch.ranks_per_gpu,
     )
     report = preflight(mpi, config.world_size)
-    write_record(run.root / "preflight" / f"rank-{mpi.rank:05d}.json", report)
+    # rank 0 writes all: a host may have a home of its own
+    for rank, content in enumerate(gather_bytes(mpi, report.model_dump_json(indent=2).encode())):
+        if mpi.rank == 0:
+            write_durably(run.root / "preflight" / f"rank-{rank:05d}.json", content)
     disconnect()
     # the space for an error record is not needed any more
     run.reserved_for(0, mpi.rank).unlink(missing_ok=True)

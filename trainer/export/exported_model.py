@@ -35,9 +35,10 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.losses_from_data import with_class_axes
 from onward.trainer.data.schema.signature import digest_of_files
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.row_origins import row_origins
-from onward.trainer.data.storage.shards import Shards, open_shards
+from onward.trainer.data.storage.shards import Shards
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import OnwardError
 from onward.trainer.export.file_verification import PARITY_BATCHES, ROUNDED, Expected, changed_tensors, verify

@@ -69,10 +69,12 @@ class RankReport(Record):
 
 
 class Networks(Record):
-    """The networks by which the hosts of a hostfile reach each other, as ssh has used them."""
+    """The networks by which the hosts of a hostfile reach each other, as ssh has used them, and who shares the home."""
 
     networks: tuple[str, ...]
     """Such as "10.0.0.0/24"; () if they are not known, or there is one host."""
+    own_homes: tuple[str, ...] = ()
+    """The hosts with a home of their own, which get the run from its store."""
 
 
 class RuntimeReport(Record):

@@ -80,6 +80,7 @@ def test_a_pool_that_is_absent_or_open_is_refused_with_the_command_that_makes_a_
         deploy(config, "a", place=Place(pool="gpus", image="x"))
 
 
+@pytest.mark.slow
 def test_signed_limits_are_those_of_an_empty_home_and_nobody_without_the_key_changes_them(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +127,7 @@ def test_signed_limits_are_those_of_an_empty_home_and_nobody_without_the_key_cha
         check_limits(first, dict(config))
 
 
+@pytest.mark.slow
 def test_signed_limits_are_not_left_behind_by_who_deploys_again_or_deletes_without_the_key(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

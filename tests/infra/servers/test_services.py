@@ -293,6 +293,7 @@ def test_servers_accept_no_other_origin_and_send_no_telemetry(tmp_path: Path) ->
     assert variables["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
 
 
+@pytest.mark.slow
 def test_a_second_host_has_a_server_with_a_database_of_its_own(tmp_path: Path) -> None:
     """Another host has the home's database as long as its server runs: here a file lock, which all hosts see."""
     (tmp_path / "prefect").mkdir()

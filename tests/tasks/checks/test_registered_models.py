@@ -37,6 +37,7 @@ def copied(config: RunConfig, known: LocalCopies | None = None) -> LocalCopies:
     return copies
 
 
+@pytest.mark.slow
 def test_an_alias_means_the_version_that_it_names_now_and_for_a_resumed_run_the_one_that_it_named_then(
     tmp_path: Path, home: Path
 ) -> None:

@@ -19,8 +19,8 @@ from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.batches.sample_stream import SampleStream
 from onward.trainer.data.schema.permutation import Array
 from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
 
 STEP = 32

@@ -20,7 +20,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches, evaluation_batches
 from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.schema.signature import Signature, read_training_signature
-from onward.trainer.data.storage.shards import Shards, open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
+from onward.trainer.data.storage.shards import Shards
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs

@@ -16,7 +16,8 @@ from onward.trainer.data.batches.block_order import permutation_in_blocks, rows_
 from onward.trainer.data.batches.sample_stream import SampleStream
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
 from onward.trainer.data.storage import shards as shards_module
-from onward.trainer.data.storage.shards import Shards, open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
+from onward.trainer.data.storage.shards import Shards
 from onward.trainer.run.machine import this_machine
 from tests.support.shards import make_shards
 

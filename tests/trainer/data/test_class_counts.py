@@ -13,8 +13,9 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import ShardManifest, Shards, open_shards
+from onward.trainer.data.storage.shards import ShardManifest, Shards
 from onward.trainer.run.records import read_record, write_record
 from tests.support import graphs
 

@@ -20,8 +20,9 @@ from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.schema.fitted import describe_classes
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import ShardManifest, open_shards
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import DataError
 

@@ -16,7 +16,7 @@ from onward.trainer.data.batches.batches import Batches, evaluation_batches
 from onward.trainer.data.schema.batch_transforms import Samples
 from onward.trainer.data.schema.columns import Array, Column, ColumnType, Values
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.run.directory import read_config
 from tests.support.graphs import tiny_conv_net
 from tests.support.runs import make_run

@@ -18,7 +18,7 @@ from onward.trainer.data.formats.csv_dialect import dialect_of
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import locate, read
 from onward.trainer.data.schema.columns import BLOCK_BYTES, ColumnType
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.errors import DataError
 from tests.support.shards import make_shards
 

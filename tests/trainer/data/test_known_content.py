@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.storage import known_content, sharding, shards
+from onward.trainer.data.storage import known_content, opened_shards, sharding
 from onward.trainer.data.storage.known_content import forget, once_read
 from onward.trainer.data.storage.recipe import Recipe, stored_columns
 from onward.trainer.run import durable_files
@@ -131,7 +131,7 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return durable_files.sha256(path)
 
     monkeypatch.setattr(sharding, "sha256", sha256)
-    monkeypatch.setattr(shards, "sha256", sha256)
+    monkeypatch.setattr(opened_shards, "sha256", sha256)
     return found
 
 
@@ -179,7 +179,7 @@ def test_what_is_found_damaged_is_known_no_longer(
     assert read_by_the_next_run() == set()
     # bits that flip on the disk change no time
     for module, expected, read in (
-        (shards, ["differ", "as sharded"], {"train", "evaluation"}),
+        (opened_shards, ["differ", "as sharded"], {"train", "evaluation"}),
         (sharding, ["as written", "differs"], {"large.npz"}),
     ):
         with monkeypatch.context() as flipped:

@@ -23,8 +23,9 @@ from onward.trainer.data.file_rows import FileRows
 from onward.trainer.data.schema import column_computers
 from onward.trainer.data.schema.signature import read_preprocessing, read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import Shards, open_shards
+from onward.trainer.data.storage.shards import Shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError, Refused
 from onward.trainer.model.trainable import open_trainable

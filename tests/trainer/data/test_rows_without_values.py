@@ -23,8 +23,9 @@ from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.columns import Column, fit
 from onward.trainer.data.schema.described_columns import infer, merge
 from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import Shards, open_shards
+from onward.trainer.data.storage.shards import Shards
 from onward.trainer.errors import DataError
 from onward.trainer.model.losses.loss import Loss
 from tests.support import graphs

@@ -16,7 +16,7 @@ from onward.trainer.data.batches.sample_stream import SampleStream, shares
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.columns import ColumnType
 from onward.trainer.data.schema.permutation import permutation
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.errors import ConfigError, DataError
 from tests.support.shards import make_shards
 

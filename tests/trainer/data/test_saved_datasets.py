@@ -13,7 +13,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.sources import first_blocks, read
 from onward.trainer.data.schema.columns import ColumnType
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.errors import DataError
 from tests.support.shards import make_shards
 

@@ -16,8 +16,8 @@ from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.errors import ConfigError, DataError
 from tests.equivalence.loss_cases import recogniser
 

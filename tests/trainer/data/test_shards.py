@@ -23,13 +23,14 @@ from onward.trainer.data.formats.tensorproto_files import ProtoReader
 from onward.trainer.data.schema.columns import Column, ColumnType
 from onward.trainer.data.schema.described_columns import extremes
 from onward.trainer.data.storage import sharding, split_writer
+from onward.trainer.data.storage.opened_shards import damaged_files, open_shards
 from onward.trainer.data.storage.sharding import (
     COUNTED_OTHERWISE,
     HARMLESS,
     IN_EVERY_KEY,
     counted_settings,
 )
-from onward.trainer.data.storage.shards import ShardManifest, Shards, damaged_files, open_shards
+from onward.trainer.data.storage.shards import ShardManifest, Shards
 from onward.trainer.errors import DataError
 from onward.trainer.run.durable_files import sha256
 from tests.support.shards import make_shards

@@ -25,7 +25,8 @@ from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.held_out_rows import held_out
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.columns import Column, ColumnType, Values
-from onward.trainer.data.storage.shards import ShardManifest, open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import DataError
 from tests.support.shards import make_shards
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
@@ -29,6 +32,7 @@ from onward.trainer.data.batches.block_order import permutation_in_blocks
 from onward.trainer.data.batches.cache_needs import cache_problems
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
+from onward.trainer.data.formats.arrow_files import ArrowReader
 from onward.trainer.data.formats.finished_shards import shards_at
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.resolve import resolve
@@ -36,15 +40,18 @@ from onward.trainer.data.schema.columns import ColumnType
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage import shard_cache
 from onward.trainer.data.storage.first_rows import read_first_rows
+from onward.trainer.data.storage.opened_shards import damaged_files, open_shards
 from onward.trainer.data.storage.shard_cache import ShardCache, StoredFile
-from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import ShardFile, Shards, damaged_files, open_shards
+from onward.trainer.data.storage.sharding import check_data, make_training_shards
+from onward.trainer.data.storage.shards import ShardFile, ShardManifest, Shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError, RuntimeUnavailable, ServerUnavailable, StorageUnavailable
 from onward.trainer.run.outcomes.ending_kinds import ENDINGS, kind_of_rank_error
+from onward.trainer.run.records import read_record
 from onward.trainer.run.remote import remote_files
 from onward.trainer.run.remote.stores import RemoteFile
 from tests.support.graphs import tiny_mlp
+from tests.support.runs import make_run
 from tests.support.shards import make_shards
 from tests.trainer.data.images.test_image_batches import Stored
 from tests.trainer.data.test_class_names import labelled
@@ -329,7 +336,7 @@ def test_a_network_that_is_too_slow_is_named_and_what_came_is_kept(
     [part] = served.cache.glob(".*.partial")
     assert part.stat().st_size > 0
     # who fetches ahead ends as soon as the training does
-    assert shards.hold_ahead(1, lambda: True) is None
+    assert not shards.hold_ahead(1, lambda: True)
     # a part that nobody fetches any more makes room for others
     size = stored(served).bytes
     served.trickles = False
@@ -343,6 +350,48 @@ def test_shards_whose_manifest_is_damaged_are_no_source(served: Served) -> None:
     manifest.write_text(manifest.read_text()[:-20])
     with pytest.raises(DataError, match=rf"{manifest} is damaged: copy it there again"):
         shards_at(DataConfig(source=str(served.directory)))
+    manifest.write_text(json.dumps({"key": "k", "columns": [], "evaluation": [], "train": []}))
+    with pytest.raises(DataError, match=rf"{manifest} lists no rows to train on"):
+        shards_at(DataConfig(source=str(served.directory)))
+
+
+def test_numbers_of_another_type_than_the_manifest_says_are_not_read_as_its_type(served: Served) -> None:
+    manifest = read_record(served.directory / "manifest.json", ShardManifest)
+    columns = [column.model_copy(update={"dtype": "int32"}) for column in manifest.columns]
+    with pytest.raises(
+        DataError, match=r"train-00000.arrow cannot be read: x is .*float.*, and the manifest says .*int32"
+    ):
+        ArrowReader(served.directory / "train-00000.arrow", columns)
+    renamed = [column.model_copy(update={"name": "y"}) for column in manifest.columns]
+    with pytest.raises(DataError, match="there is no column y"):
+        ArrowReader(served.directory / "train-00000.arrow", renamed)
+
+
+def test_a_server_that_is_away_is_not_called_a_difference(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_files, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(shard_cache, "WAIT_S", 0.5)
+    settings: dict[str, Any] = {"data": {"source": str(served.place()), "inputs": {"features": "x"}}}
+    settings |= {"train": {"num_steps": 1}, "loss": {"name": "mse"}}
+    run = make_run(served.home / "run", tiny_mlp(inputs=32), {}, **settings)
+    served.is_away = True
+    [checked] = check_data(run)
+    assert checked.result.startswith("cannot be read: ")
+    assert checked.problems == ()
+
+
+def test_files_that_were_fetched_ahead_make_room_for_rows_that_are_needed_now(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_cache, "WAIT_S", 5.0)
+    size = stored(served).bytes
+    served.limit(monkeypatch, 4.5 * size)
+    # two runs share the cache, and each has fetched what it needs next
+    runs = [served.open(), served.open()]
+    for number, shards in enumerate(runs):
+        assert all(shards.hold_ahead(2 * number + 10 + place, lambda: False) for place in range(2))
+    with ThreadPoolExecutor(2) as threads:
+        rows = list(threads.map(lambda shards: shards.read(np.arange(FILE_ROWS + 1))["x"], runs))
+    assert (rows[0] == rows[1]).all()
 
 
 def test_files_that_are_read_stay_and_leave_no_room_for_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,17 +426,22 @@ def test_a_full_disk_is_named_with_its_numbers(served: Served, monkeypatch: pyte
     with pytest.raises(StorageUnavailable, match=r"train-00001.arrow needs 1\S+ kB, and the disk of .* has 500 bytes"):
         shards.read(np.arange(FILE_ROWS, FILE_ROWS + 3))
     # nothing is left that the next attempt would wait for
-    assert shards.hold_ahead(1, lambda: False) is None
+    assert not shards.hold_ahead(1, lambda: False)
     assert not [*served.cache.glob(".*.partial")]
 
 
 def test_what_a_server_says_leads_out_of_no_directory(served: Served, tmp_path: Path) -> None:
-    server = shard_cache.server_of(served.place())
-    assert server is not None
-    for digest in ("/../../x", "a" * 63, "A" * 64):
-        file = ShardFile(name="train-00000.arrow", rows=1, bytes=5, sha256=digest)
-        with pytest.raises(DataError, match="has no SHA-256 or size of"):
-            server.hold_if_possible(file, lambda: False)
+    good: dict[str, Any] = {"name": "train-00000.arrow", "rows": 1, "bytes": 5, "sha256": "a" * 64}
+    ShardFile(**good)
+    for name, values in (
+        ("sha256", ("/../../x", "a" * 63, "A" * 64)),
+        ("name", ("../train-00000.arrow", "train-00000.arrow/..", "/etc/passwd")),
+        ("rows", (-1,)),
+        ("bytes", (-1,)),
+    ):
+        for value in values:
+            with pytest.raises(ValidationError):
+                ShardFile(**(good | {name: value}))
     manifest = served.directory / "manifest.json"
     manifest.write_text(manifest.read_text().replace(served.directory.name, "../../../outside"))
     [problem] = fetch({"data": DataConfig(source=served.url)})[1]
@@ -423,9 +477,9 @@ def test_rows_of_varying_length_outlive_their_file(served: Served, tmp_path: Pat
 PROGRAM = """
 import sys, numpy as np
 from pathlib import Path
-from onward.trainer.data.storage import shards
+from onward.trainer.data.storage import opened_shards, shards
 shards.FILES_TOGETHER = 1
-rows = shards.open_shards(Path(sys.argv[1]), "train")
+rows = opened_shards.open_shards(Path(sys.argv[1]), "train")
 for row in map(int, sys.argv[2:]):
     print(row, int(rows.read(np.array([row]))["label"][0]), flush=True)
 """

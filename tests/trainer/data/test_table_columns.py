@@ -22,8 +22,9 @@ from onward.trainer.data.formats import table_readers as tables
 from onward.trainer.data.schema import columns as columns_module
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import ShardManifest, open_shards
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
 

@@ -20,7 +20,7 @@ from PIL import Image
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.signature import model_digest, read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.preprocessing.preprocessing_file import write_preprocessing
 from onward.trainer.onnx_graph.node_builder import GraphWriter

@@ -16,7 +16,7 @@ from onward.trainer.data.batches.batches import evaluation_batches
 from onward.trainer.data.batches.step_shares import check_last_samples
 from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
 from onward.trainer.model.trainable import open_trainable

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from onward.trainer.data.formats.finished_shards import FILES_TOGETHER
 from onward.trainer.data.schema.permutation import Array, hash_key, permutation
-from onward.trainer.data.storage.shards import FILES_TOGETHER
 
 BLOCK_BYTES = 1 << 20
 """About the size of a block. A number of rows is chosen once for all, so it changes the order of samples."""

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.batches.sample_stream import takes_files_in_turn
+from onward.trainer.data.formats.finished_shards import FILES_TOGETHER
 from onward.trainer.data.storage.shard_cache import LIMIT, ShardCache, server_of
-from onward.trainer.data.storage.shards import FILES_TOGETHER, ShardManifest
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.quantities import shown_size
 
 

@@ -11,7 +11,6 @@ Which of them it is depends on the memory of this host; the samples do not.
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -47,8 +46,8 @@ class ShardReadAhead:
         is_worth_it = shards.is_streamed or (stream.is_shuffled and not fits)
         self._in_windows = stream.window > 0 and is_worth_it
         self._here = 0
-        # window -> file of a server -> descriptor, until which is closed the file stays on the disk
-        self._held: dict[int, dict[int, int]] = {}
+        # window -> its files of a server, which stay on the disk until it is over
+        self._fetched: dict[int, list[int]] = {}
         if self._in_windows or shards.is_streamed:
             return
         if fits:
@@ -65,6 +64,9 @@ class ShardReadAhead:
             # files of the window before would leave no room, also for the other ranks of this host
             self._shards.close_files()
         self._here = here
+        # an error is kept for whoever waits
+        while self._reading and self._reading[0].done() and not self._reading[0].exception():
+            self._reading.pop(0)
         epoch, place = divmod(position, self._stream.num_rows)
         behind = position - place % self._stream.window + self._stream.window
         # the next window may be the first one of the next epoch
@@ -92,25 +94,25 @@ class ShardReadAhead:
 
     def _fetch(self, window: int, files: list[int]) -> None:
         """Fetch the files of a window and keep them, as soon as there is room, until the window is over."""
-        held = self._held.setdefault(window, {})
+        self._fetched[window] = files
+        hold = partial(self._shards.hold_ahead, is_over=self._ended.is_set)
         pause_s = PAUSE_S
         while window >= self._here and not self._ended.is_set():
             self._release(self._here)
-            missing = [number for number in files if number not in held]
             with ThreadPoolExecutor(FETCHED_AT_A_TIME) as threads:
-                hold = partial(self._shards.hold_ahead, is_over=self._ended.is_set)
-                descriptors = list(threads.map(hold, missing))
-            held |= {number: each for number, each in zip(missing, descriptors, strict=True) if each is not None}
-            if len(held) == len(files):
+                are_held = list(threads.map(hold, files))
+            if all(are_held):
                 return
             self._ended.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _release(self, window: int) -> None:
         """Let the files be deleted of the windows before this one."""
-        for passed in [each for each in self._held if each < window]:
-            for descriptor in self._held.pop(passed).values():
-                os.close(descriptor)
+        passed = set[int]()
+        for each in [each for each in self._fetched if each < window]:
+            passed |= set(self._fetched.pop(each))
+        # the last file of an epoch may be one of the first of the next
+        self._shards.release_ahead(passed.difference(*self._fetched.values()))
 
     def wait(self) -> None:
         """Wait until what was begun is read. Raises what the reading has raised."""
@@ -122,4 +124,4 @@ class ShardReadAhead:
         """End the thread; what it has not read is not read."""
         self._ended.set()
         self._thread.shutdown(cancel_futures=True)
-        self._release(max(self._held, default=0) + 1)
+        self._release(max(self._fetched, default=0) + 1)

@@ -91,6 +91,7 @@ class ArrowReader:
             batches = [file.get_batch(number) for number in range(file.num_record_batches)]
             for batch in batches:
                 batch.validate()  # one that states more values than it has would be read behind the mapping
+                _check_stored(batch.schema, columns)
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
         self.num_rows = int(self._starts[-1])
         self._views = {column.name: [_views(batch[column.name], column) for batch in batches] for column in columns}
@@ -142,6 +143,16 @@ class ArrowReader:
         """Return the length of each row of a column of varying length: int64 [rows]."""
         found: Array = np.concatenate([np.diff(offsets) for _, offsets in self._views[name]]).astype(np.int64)
         return found
+
+
+def _check_stored(schema: pa.Schema, columns: Sequence[Column]) -> None:
+    """Raise ArrowException for numbers of another type than the manifest says, which would be read as its type."""
+    for column in columns:
+        if column.name not in schema.names:
+            raise pa.ArrowInvalid(f"there is no column {column.name}")
+        found = schema.field(column.name).type
+        if column.holds_numbers and found != _arrow_type(column):
+            raise pa.ArrowTypeError(f"{column.name} is {found}, and the manifest says {_arrow_type(column)}")
 
 
 def _arrow_type(column: Column) -> pa.DataType:

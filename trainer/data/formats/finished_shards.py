@@ -21,12 +21,22 @@ from onward.trainer.run.record_base import Record
 MANIFEST = "manifest.json"
 ORIGIN = "origin.json"
 """The record of the URL, beside a manifest without its files."""
+FILES_TOGETHER = 16
+"""Files whose rows are read together where the order is one of files (batches/block_order.py)."""
 
 
 class ShardOrigin(Record):
     """Where the files of a directory are that has only their manifest."""
 
     url: str
+
+
+class FileHead(BaseModel):
+    """What a source says of a file of its rows."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    rows: int
 
 
 class ShardHead(BaseModel):
@@ -38,7 +48,7 @@ class ShardHead(BaseModel):
     columns: tuple[Column, ...]
     file_columns: tuple[Column, ...] = ()
     sizes: tuple[int, ...] = ()
-    train: tuple[Any, ...]
+    train: tuple[FileHead, ...]
     evaluation: tuple[Any, ...]
 
 
@@ -54,7 +64,8 @@ def shards_at(data: DataConfig) -> Path | None:
     """Return the directory of finished shards that [data] names as its source; None for any other source.
 
     Raises DataError where [data] names further rows: the shards have those to evaluate on, too. So it does for shards
-    of several sources, whose weights only the run has that made them, and for a manifest that is damaged.
+    of several sources, whose weights only the run has that made them, and for a manifest that is damaged or lists no
+    rows.
     """
     directory = Path(data.source)
     head = shard_head(directory / MANIFEST)
@@ -68,6 +79,8 @@ def shards_at(data: DataConfig) -> Path | None:
         raise DataError(
             f"{data.source} holds finished shards, which have the rows to evaluate on: remove {' and '.join(named)}"
         )
+    if not head.train or head.train[0].rows < 1:
+        raise DataError(f"{directory / MANIFEST} lists no rows to train on")
     if head.sizes:
         raise DataError(f"{data.source} holds shards of {len(head.sizes)} sources: make shards of one source")
     return directory

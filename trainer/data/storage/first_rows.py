@@ -38,8 +38,9 @@ from onward.trainer.data.schema.columns import (
 from onward.trainer.data.schema.fitted import Fitted, all_fitted, complete_rows
 from onward.trainer.data.schema.permutation import permutation
 from onward.trainer.data.schema.signature import Signature
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.recipe import recipe_of
-from onward.trainer.data.storage.shards import Split, open_shards
+from onward.trainer.data.storage.shards import Split
 from onward.trainer.errors import DataError
 
 COUNTED_BYTES = 16 << 20

@@ -15,16 +15,15 @@ import contextlib
 import fcntl
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from onward.trainer.config.urls import redacted
 from onward.trainer.data.formats.finished_shards import ORIGIN, ShardOrigin
+from onward.trainer.data.storage.shards import ShardFile, ShardServer
 from onward.trainer.errors import ConfigError, DataError, RuntimeUnavailable, ServerUnavailable, StorageUnavailable
 from onward.trainer.quantities import shown_size
 from onward.trainer.run.durable_files import fsync, sha256
@@ -92,10 +91,10 @@ class ShardCache:
         return self._path(file), descriptor
 
     def clean(self, days: float) -> Cleaned:
-        """Delete what was not opened for some days and is not being read."""
+        """Delete what was not opened for some days, and is neither read nor fetched."""
         sizes: dict[bool, list[int]] = {True: [], False: []}
         with self._making_room():
-            for path in self._folder.glob("*.arrow"):
+            for path in [*self._folder.glob("*.arrow"), *self._folder.glob(".*.partial")]:
                 state = path.stat()
                 is_old = state.st_mtime <= time.time() - days * DAY_S
                 sizes[is_old and _delete_unlocked(path)].append(state.st_size)
@@ -315,29 +314,18 @@ def _size_at(url: str) -> int | None:
 # -- shards at a URL
 
 
-class ServedFile(Protocol):
-    """What the manifest says of a file."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def sha256(self) -> str: ...
-
-
-class ShardServer:
+class ServedShards(ShardServer):
     """The files of shards at a URL."""
 
     def __init__(self, url: str, cache: ShardCache) -> None:
         self._url = url
         self._cache = cache
 
-    def hold(self, file: ServedFile, release_others: Callable[[], None]) -> tuple[Path, int]:
+    def hold(self, file: ShardFile, release_others: Callable[[], None]) -> tuple[Path, int]:
         """Return a local copy and a descriptor that keeps it there. Raises as `ShardCache.hold`."""
         return self._cache.hold(self._stored(file), release_others)
 
-    def hold_if_possible(self, file: ServedFile, is_over: Callable[[], bool]) -> int | None:
+    def hold_if_possible(self, file: ShardFile, is_over: Callable[[], bool]) -> int | None:
         """Bring a file into the cache; return a descriptor as `hold` does, None where there is no room or no answer.
 
         is_over: whether to end before that. Raises DataError as `hold`.
@@ -349,28 +337,27 @@ class ShardServer:
                 log.warning("not fetched yet: %s", error)
             return None
 
-    def problem(self, file: ServedFile) -> str:
+    def problem(self, file: ShardFile) -> str:
         """Return one sentence if a file does not have the content that was written; else ""."""
         try:
             path, descriptor = self.hold(file, lambda: None)
         except DataError as error:
             return str(error)
-        digest = sha256(path)
-        os.close(descriptor)
+        try:
+            digest = sha256(path)
+        finally:
+            os.close(descriptor)
         return "" if digest == file.sha256 else f"{path}, a copy of {self._url}/{file.name}, has changed: delete it"
 
-    def _stored(self, file: ServedFile) -> StoredFile:
-        # the manifest comes from the server, and the cache makes names of these two
-        if not re.fullmatch(r"[0-9a-f]{64}", file.sha256) or file.bytes < 0:
-            raise DataError(f"the manifest at {redacted(self._url)} has no SHA-256 or size of {file.name!a}")
+    def _stored(self, file: ShardFile) -> StoredFile:
         return StoredFile(f"{self._url}/{file.name}", file.bytes, file.sha256)
 
 
-def server_of(directory: Path) -> ShardServer | None:
+def server_of(directory: Path) -> ServedShards | None:
     """Return where the files of a directory of shards are fetched from; None if they are in it.
 
     Raises ConfigError for a limit of the cache that is no number.
     """
     if not (directory / ORIGIN).is_file():
         return None
-    return ShardServer(read_record(directory / ORIGIN, ShardOrigin).url, ShardCache.of_home())
+    return ServedShards(read_record(directory / ORIGIN, ShardOrigin).url, ShardCache.of_home())

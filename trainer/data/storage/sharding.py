@@ -31,23 +31,24 @@ from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.formats.finished_shards import MANIFEST, shards_at
 from onward.trainer.data.formats.format_table import FORMATS
 from onward.trainer.data.reading import sources
+from onward.trainer.data.reading.files_of_cells import digests_of_named_files, naming_columns, outside_files
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.column_computers import describe_all, stored_of
 from onward.trainer.data.schema.columns import MAX_NAMED_ROWS, Schema, fit_block, in_parts, select
 from onward.trainer.data.schema.fitted import Fitted, all_fitted
 from onward.trainer.data.schema.signature import Signature, read_training_signature
-from onward.trainer.data.storage.files_of_cells import digests_of_named_files, naming_columns, outside_files
 from onward.trainer.data.storage.known_content import forget, known_before, once_read
 from onward.trainer.data.storage.label_statistics import check_label_statistics, with_label_statistics
+from onward.trainer.data.storage.opened_shards import damaged_files
 from onward.trainer.data.storage.part_processes import THIS_MACHINE
 from onward.trainer.data.storage.recipe import Recipe, recipe_of, stored_columns
 from onward.trainer.data.storage.shard_cache import server_of
 from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.sharding_progress import Report
-from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Split, damaged_files, manifest_problems
+from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Split, manifest_problems
 from onward.trainer.data.storage.written_parts import StepRunner, is_divided
 from onward.trainer.data.storage.written_shards import write_shards
-from onward.trainer.errors import DataError, OnwardError
+from onward.trainer.errors import DataError, OnwardError, RuntimeUnavailable
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import fsync, sha256
 from onward.trainer.run.machine.this_machine import usable_cores
@@ -214,6 +215,8 @@ def check_data(run: RunDir) -> tuple[CheckedData, ...]:
     try:
         manifest = read_record(run.shards / MANIFEST, ShardManifest)
         problems = tuple(damaged_files(run.shards, manifest))
+    except RuntimeUnavailable as error:
+        return (CheckedData(name="shards", result=f"cannot be read: {error}"),)
     except OnwardError as error:
         return (CheckedData(name="shards", result="differ", problems=error.problems),)
     # the run has a link to the directory in the cache

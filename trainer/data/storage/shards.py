@@ -5,8 +5,8 @@
     CACHE/<key>/train-00001.arrow         the next rows; earlier versions could write .pb, too
     CACHE/<key>/evaluation-00000.arrow    the rows that are held out
 
-`sharding.py` writes them. Of shards on a server the directory has `manifest.json` and `origin.json` alone, and a file
-is fetched when its rows are needed (shard_cache.py).
+`sharding.py` writes them, `opened_shards.py` opens them. Of shards on a server the directory has `manifest.json` and
+`origin.json` alone, and a file is fetched when its rows are needed (shard_cache.py).
 """
 
 from __future__ import annotations
@@ -16,28 +16,25 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Annotated, Literal, Protocol, Self
 
 import numpy as np
+from pydantic import Field
 
-from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.formats.arrow_files import ArrowReader
-from onward.trainer.data.formats.finished_shards import MANIFEST
+from onward.trainer.data.formats.finished_shards import FILES_TOGETHER, MANIFEST
 from onward.trainer.data.formats.page_advice import advise_file
 from onward.trainer.data.formats.tensorproto_files import ProtoReader
 from onward.trainer.data.schema.columns import Array, Column, Schema, Values
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.permutation import hash_key, keyed_hash
-from onward.trainer.data.storage.shard_cache import server_of
 from onward.trainer.data.storage.soft_labels import SoftLabelFiles
 from onward.trainer.errors import DataError
-from onward.trainer.run.durable_files import sha256
-from onward.trainer.run.records import Record, read_record
+from onward.trainer.run.records import Record
 
 SHARD_VERSION = 2
 """Raised when the same source would give other shards, so that shards of an older version are not reused."""
@@ -46,12 +43,12 @@ Split = Literal["train", "evaluation", "test"]
 
 
 class ShardFile(Record):
-    """One file of a split."""
+    """One file of a split. A manifest may come from a server: a name leads into no other directory."""
 
-    name: str
-    rows: int
-    bytes: int
-    sha256: str
+    name: Annotated[str, Field(pattern=r"^[a-z]+-\d+\.(arrow|pb)$")]
+    rows: Annotated[int, Field(ge=0)]
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ShardManifest(Record):
@@ -108,37 +105,28 @@ class ShardManifest(Record):
         return {column.name: column for column in (*self.columns, *self.file_columns)}
 
 
-def damaged_files(directory: Path, manifest: ShardManifest) -> list[str]:
-    """Return one sentence for each file that is missing or does not have the content that was written.
-
-    Reads every byte, two files at a time: the digest of one is computed while another is read from the disk.
-    """
-    server = server_of(directory)
-
-    def problem(file: ShardFile) -> str:
-        path = directory / file.name
-        if server:
-            return server.problem(file)
-        if not path.is_file():
-            return f"{path} is missing"
-        # the size is the cheapest difference
-        if (size := path.stat().st_size) != file.bytes:
-            return f"{path} has {size} bytes, not {file.bytes}"
-        if (digest := sha256(path)) != file.sha256:
-            return f"{path} has SHA-256 {digest[:12]}, not {file.sha256[:12]}: its content changed"
-        return ""
-
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(problem, (*manifest.train, *manifest.evaluation, *manifest.test)))
-    return [*manifest_problems(directory, manifest), *filter(None, found)]
-
-
 def manifest_problems(directory: Path, manifest: ShardManifest) -> list[str]:
     """Return one sentence if a manifest is not as it was written; else []."""
     if manifest.digest == manifest.with_digest().digest:
         return []
     why = "has changed" if manifest.digest else "has no digest: an earlier version wrote it"
     return [f"{directory / MANIFEST} {why}"]
+
+
+class ShardServer(Protocol):
+    """Fetches the files of shards (shard_cache.py)."""
+
+    def hold(self, file: ShardFile, release_others: Callable[[], None]) -> tuple[Path, int]:
+        """Return a local copy and a descriptor that keeps it there; release_others: closes what could be fetched again.
+
+        Raises DataError for a damaged file, ServerUnavailable, and RuntimeUnavailable where there is no room.
+        """
+
+    def hold_if_possible(self, file: ShardFile, is_over: Callable[[], bool]) -> int | None:
+        """Return a descriptor as `hold` does, None where there is no room or no answer. Raises DataError.
+
+        is_over: whether to end before that.
+        """
 
 
 class _Reader(Protocol):
@@ -151,8 +139,6 @@ class _Reader(Protocol):
     def read_ahead_of(self, first: int, end: int) -> None: ...
 
 
-FILES_TOGETHER = 16
-"""Files whose rows are read together where the order is one of files (block_order.py)."""
 MOST_OPEN = 4096
 """Files that are mapped at a time, each several times: a process may have 65,530 mappings by default."""
 SHARD_READERS: dict[str, Callable[[Path, Sequence[Column]], _Reader]] = {"arrow": ArrowReader, "pb": ProtoReader}
@@ -162,10 +148,18 @@ class Shards:
     """The rows of one split, read by row number; a file is opened when one of its rows is first read.
 
     most: only so many of the rows, chosen by a hash of their numbers, in the order of the split; 0 = all.
+    server: where the files come from; None if they are in the directory.
     """
 
     def __init__(
-        self, directory: Path, manifest: ShardManifest, split: Split, *, for_file: bool = False, most: int = 0
+        self,
+        directory: Path,
+        manifest: ShardManifest,
+        split: Split,
+        *,
+        for_file: bool = False,
+        most: int = 0,
+        server: ShardServer | None = None,
     ) -> None:
         columns = (*manifest.columns, *manifest.file_columns) if for_file else manifest.columns
         self._directory = directory
@@ -174,7 +168,9 @@ class Shards:
         self._starts = np.cumsum([0, *(file.rows for file in self._files)])
         self._open: dict[int, _Reader] = {}
         self._opening = threading.Lock()
-        self._server = server_of(directory)
+        # file -> descriptor, which keeps a file of a server that was fetched ahead
+        self._ahead: dict[int, int] = {}
+        self._server = server
         self._most_open = MOST_OPEN
         if self._server:
             # files that are open cannot make room for others; evaluations read one file after the other
@@ -287,13 +283,30 @@ class Shards:
         found: list[int] = np.unique(np.searchsorted(self._starts, [*firsts, *lasts], side="right") - 1).tolist()
         return found
 
-    def hold_ahead(self, number: int, is_over: Callable[[], bool]) -> int | None:
-        """Fetch a file of a server; return a descriptor that keeps it, None where that is not possible now.
+    def hold_ahead(self, number: int, is_over: Callable[[], bool]) -> bool:
+        """Fetch a file of a server and keep it; return whether that is possible now. One thread may call it for a file.
 
         is_over: whether to end before that. Raises DataError for a damaged file.
         """
         assert self._server is not None
-        return self._server.hold_if_possible(self._files[number], is_over)
+        if number not in self._ahead:
+            descriptor = self._server.hold_if_possible(self._files[number], is_over)
+            if descriptor is None:
+                return False
+            self._ahead[number] = descriptor
+        return True
+
+    def release_ahead(self, numbers: Collection[int]) -> None:
+        """Let files be deleted that were fetched ahead, once nobody reads them."""
+        for number in numbers:
+            # where rows that are needed now have no room, another thread releases all of them
+            descriptor = self._ahead.pop(number, None)
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _release_all(self) -> None:
+        self._open.clear()
+        self.release_ahead(list(self._ahead))
 
     def close_files(self) -> None:
         """Close all files; one that is read again is opened again."""
@@ -310,16 +323,9 @@ class Shards:
             self._open[number] = self._open.pop(number)
         else:
             file = self._files[number]
-            path = self._directory / file.name
-            descriptor = None
-            if self._server:
-                path, descriptor = self._server.hold(file, self._open.clear)
-            reader = SHARD_READERS[self._manifest.format](path, list(self.columns.values()))
-            if descriptor is not None:
-                # a thread may read from it after it was closed here; the lock ends with the mapping
-                weakref.finalize(reader, os.close, descriptor)
+            reader = self._new_reader(file)
             if reader.num_rows != file.rows:
-                raise DataError(f"{path} holds {reader.num_rows} rows, not {file.rows}")
+                raise DataError(f"{self._directory / file.name} holds {reader.num_rows} rows, not {file.rows}")
             if not self._reads_around:
                 reader.read_nothing_around()
             self._open[number] = reader
@@ -327,6 +333,21 @@ class Shards:
                 # of rows that were read from it, numpy keeps the mapping
                 del self._open[next(iter(self._open))]
         return self._open[number]
+
+    def _new_reader(self, file: ShardFile) -> _Reader:
+        kind = SHARD_READERS[self._manifest.format]
+        columns = list(self.columns.values())
+        if self._server is None:
+            return kind(self._directory / file.name, columns)
+        path, descriptor = self._server.hold(file, self._release_all)
+        try:
+            reader = kind(path, columns)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # a thread may read from it after it was closed here; the lock ends with the mapping
+        weakref.finalize(reader, os.close, descriptor)
+        return reader
 
 
 def _concatenated(parts: list[Values], order: Array) -> Values:
@@ -342,22 +363,3 @@ def _few(num_rows: int, most: int) -> Array:
     # a hash and not the first rows, because a split may be sorted; the same rows in each evaluation and attempt
     hashes = keyed_hash(np.arange(num_rows), hash_key("evaluation rows"))
     return np.sort(np.argpartition(hashes, most)[:most])
-
-
-def open_shards(directory: Path, split: Split, *, for_file: bool = False, most: int = 0) -> Shards:
-    """Open the rows of a split. `for_file`: with the columns that only the whole file reads (not of the train split).
-
-    `most`: only so many of the rows (Shards).
-
-    Raises OnwardError when the directory has no manifest, DataError for damaged files.
-    """
-    return Shards(directory, read_record(directory / MANIFEST, ShardManifest), split, for_file=for_file, most=most)
-
-
-def open_evaluated(directory: Path, data: DataConfig, split: Split = "evaluation", *, for_file: bool = False) -> Shards:
-    """Open the rows of a split that an evaluation reads: of "evaluation" at most `data.evaluation_rows`.
-
-    Raises the errors of `open_shards`.
-    """
-    most = data.evaluation_rows if split == "evaluation" else 0
-    return open_shards(directory, split, for_file=for_file, most=most)

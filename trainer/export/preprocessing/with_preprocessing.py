@@ -25,8 +25,9 @@ from onward.trainer.data.images.image_decoding import decode_image
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.recipe import recipe_of
-from onward.trainer.data.storage.shards import ShardManifest, open_shards
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.measuring.differences import relative_difference
 from onward.trainer.export.measuring.latency import latency_ratio

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onward.trainer.checkpoint.exchange import gather_bytes
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, Batches
 from onward.trainer.data.schema.columns import Array
@@ -28,6 +27,7 @@ from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.row_origins import row_origins
 from onward.trainer.data.storage.shards import Shards, Split
+from onward.trainer.distributed.exchange import gather_bytes
 from onward.trainer.distributed.failures import lost_a_peer
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext

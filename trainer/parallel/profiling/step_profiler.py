@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from onward.trainer.checkpoint.exchange import gather_bytes
+from onward.trainer.distributed.exchange import gather_bytes
 from onward.trainer.distributed.mesh import Coordinate
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError

@@ -57,6 +57,8 @@ class HostQuestion(Record):
     """The program that starts the ranks, of which each host needs the same version; "" if hosts do not need it."""
     daemon: str
     """The program that it starts on each host; "" if there is none."""
+    has_store: bool = False
+    """Whether a host with a home of its own gets the run, and the files that settings name, from a store."""
 
 
 class HostReport(Record):
@@ -75,16 +77,20 @@ class HostReport(Record):
     """The network of that address, such as "10.0.0.0/24"; "" if the host itself has another address."""
     head: str = ""
     """The address of the head host, as this host sees it."""
+    has_own_home: bool = False
+    """Whether it does not share `folder`, and gets the run from a store."""
     port: int = 0
     """At which it listens until its asker has ended; 0 = it does not."""
 
 
 def report(question: HostQuestion, address: str, head: str, port: int) -> HostReport:
     """Return what this host has. address, head, port: as of `HostReport`."""
+    has_own_home = question.has_store and bool(question.name) and not _is_shared(question)
     return HostReport(
         name=socket.gethostname(),
         versions=dict(_versions(question)),
-        problems=tuple(_problems(question)),
+        problems=tuple(_problems(question, has_own_home=has_own_home)),
+        has_own_home=has_own_home,
         address=address,
         network=network_of(address),
         head=head,
@@ -138,9 +144,13 @@ def _torch_version() -> str:
     return said[1] if said else metadata.version("torch")
 
 
-def _problems(question: HostQuestion) -> Iterator[str]:
-    yield from _problems_of_folder(question, Path(question.folder))
-    for setting, path in question.files.items():
+def _problems(question: HostQuestion, *, has_own_home: bool) -> Iterator[str]:
+    files = question.files
+    if has_own_home:
+        files = {}
+    else:
+        yield from _problems_of_folder(question, Path(question.folder))
+    for setting, path in files.items():
         try:
             with Path(path).open("rb") as file:
                 file.read(1)
@@ -150,16 +160,22 @@ def _problems(question: HostQuestion) -> Iterator[str]:
         yield f"has no {question.daemon}, which mpirun starts there; install the same MPI under the same path"
 
 
+def _is_shared(question: HostQuestion) -> bool:
+    """Return whether this host has the directory of the host that asks."""
+    with contextlib.suppress(OSError):
+        return (Path(question.folder) / question.name).read_text() == question.nonce
+    return False
+
+
 def _problems_of_folder(question: HostQuestion, folder: Path) -> Iterator[str]:
     if not question.name:
         return
     shared = "put ONWARD_HOME on a file system that all hosts have under the same path"
-    try:
-        is_shared = (folder / question.name).read_text() == question.nonce
-    except OSError:
-        is_shared = False
-    if not is_shared:
-        yield f"does not see what the first host has written to {folder}: the directory is not shared; {shared}"
+    if not _is_shared(question):
+        yield (
+            f"does not see what the first host has written to {folder}: the directory is not shared; {shared}, or set "
+            "checkpoint.store, from which such a host gets the run"
+        )
     else:
         own = folder / f"{question.name}-{socket.gethostname()}"
         try:

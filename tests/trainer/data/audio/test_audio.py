@@ -24,8 +24,8 @@ from onward.trainer.data.audio.audio_clips import AudioClips
 from onward.trainer.data.audio.audio_decoding import NotAudio, decode_audio, fit_length
 from onward.trainer.data.audio.log_mel import log_mel
 from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export.preprocessing.preprocessing_file import describe

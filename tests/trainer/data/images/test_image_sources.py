@@ -18,8 +18,9 @@ import pytest
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.images.geometry import fitted_image
 from onward.trainer.data.images.image_decoding import decode_image
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import ShardManifest, Split, open_shards
+from onward.trainer.data.storage.shards import ShardManifest, Split
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
 from tests.support import graphs

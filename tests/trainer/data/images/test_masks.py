@@ -19,8 +19,8 @@ from onward.trainer.data.images.augmentation import Augmentation, seeds
 from onward.trainer.data.images.image_decoding import decode_image, decode_mask
 from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
-from onward.trainer.data.storage.shards import open_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.onnx_graph.node_builder import GraphWriter

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.resolve import resolve
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import Split, open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
+from onward.trainer.data.storage.shards import Split
 from onward.trainer.data.text.byte_counts import bytes_of_tokens
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from tests.support.graphs import tiny_transformer

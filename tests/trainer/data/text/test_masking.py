@@ -12,7 +12,7 @@ import torch
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches, evaluation_batches, one_batch
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.text.masking import describe_masks
 from tests.support.graphs import tiny_token_classifier
 from tests.support.texts import bert_tokenizer, gpt2_tokenizer, sentences, write_csv

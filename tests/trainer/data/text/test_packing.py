@@ -16,7 +16,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
-from onward.trainer.data.storage.shards import Split, open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
+from onward.trainer.data.storage.shards import Split
 from onward.trainer.errors import DataError
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from tests.support.graphs import tiny_transformer

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from tests.support.graphs import tiny_bert, tiny_decoder, tiny_token_classifier, tiny_transformer
 from tests.support.texts import END, bert_tokenizer, gpt2_tokenizer, sentences, write_csv
 from tests.trainer.data.text.test_tokenized_rows import configured, problems, sharded, training_batch

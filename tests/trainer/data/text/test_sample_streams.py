@@ -11,7 +11,8 @@ import torch
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import Shards, open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
+from onward.trainer.data.storage.shards import Shards
 from tests.support.text_paths import PATHS, write_text_path
 from tests.trainer.data.text.test_tokenized_rows import configured, problems, sharded
 

@@ -14,7 +14,7 @@ from onnx import TensorProto
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.parallel.planning.estimate_layouts import example_batch
 from tests.support.texts import bert_tokenizer, gpt2_tokenizer, sentences

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from tests.support.graphs import tiny_bert, tiny_decoder, tiny_token_classifier, tiny_transformer
 from tests.support.texts import bert_tokenizer, gpt2_tokenizer, reviews, sentences, write_csv
 from tests.trainer.data.text.test_tokenized_rows import configured, sharded, training_batch

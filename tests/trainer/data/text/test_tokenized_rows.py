@@ -15,8 +15,9 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards, try_first_rows
-from onward.trainer.data.storage.shards import ShardManifest, open_shards
+from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
 from tests.support.graphs import tiny_bert

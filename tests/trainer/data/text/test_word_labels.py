@@ -15,7 +15,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.errors import DataError
 from tests.support.graphs import tiny_token_classifier
 from tests.support.texts import bert_tokenizer, gpt2_tokenizer, write_csv

@@ -18,7 +18,7 @@ import pytest
 from onward.trainer.config.loading import build_config
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.export import served
 from onward.trainer.export.measuring.predictions import recipe_of
 from onward.trainer.export.served import raw_inputs

@@ -54,7 +54,8 @@ def lstm(direction: str, *, operands: bool) -> tuple[onnx.ModelProto, dict[str, 
 
 def quantized(model: onnx.ModelProto, folder: Path, **settings: Any) -> Path:
     onnx.save(model, folder / "float.onnx")
-    quantize_dynamic(folder / "float.onnx", folder / "quantized.onnx", **settings)
+    # with 7 bits: on a processor without VNNI the sums of two 8-bit products in onnxruntime's kernels may saturate
+    quantize_dynamic(folder / "float.onnx", folder / "quantized.onnx", reduce_range=True, **settings)
     assert [node.op_type for node in onnx.load(folder / "quantized.onnx").graph.node] == ["DynamicQuantizeLSTM"]
     return folder / "quantized.onnx"
 

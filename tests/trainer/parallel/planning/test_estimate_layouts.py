@@ -54,7 +54,8 @@ def configured(folder: Path, model: Any, data: Any, gib: float, **sections: Any)
     )
 
 
-@pytest.mark.parametrize("model", [pytest.param(gpt2, marks=pytest.mark.slow), resnet])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [gpt2, resnet])
 def test_auto_plans_the_same_as_if_each_configuration_were_analysed_alone(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batches
 from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.shards import open_shards
+from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.model.trainable import open_trainable
 from onward.trainer.onnx_import.driver import to_module
@@ -44,6 +44,7 @@ def counted(config: RunConfig, batches: Batches) -> SampleFlops:
     return found
 
 
+@pytest.mark.slow
 def test_texts_cost_the_same_in_every_division_and_padding_costs_nothing(tmp_path: Path) -> None:
     bert_tokenizer(tmp_path / "tokenizer.json")
     write_csv(tmp_path / "data.csv", ("text", "label"), reviews(80))

@@ -28,7 +28,6 @@ TOP_LEVEL = {
 """Names without a leading dot that may stand at the top level."""
 MOST_LINES = 400
 LONG_FILES = {
-    "flows/running/from_store.py": "what is compared before a run is claimed, and what is fetched then, in that order",
     "infra/job/ray_ranks.py": "Ray sends a class by value, so the actor and its driver are in one module",
     "tasks/export.py": "the delivery of several files, of which none may be beside those of another export",
     "trainer/data/formats/arrow_files.py": "Arrow and Parquet give rows by the same conversions of columns",
@@ -102,13 +101,13 @@ DENSEST_FILE = 20.2
 """Tokens in a line of code, without docstrings and comments. The aim is 12."""
 DENSEST_TREE = 10.45
 """The aim is 9."""
-MOST_TOKENS = 788_000
+MOST_TOKENS = 798_000
 MOST_DECISIONS = 2
 """Of a statement, or of the head of one with a body: each `and`, `or`, conditional expression, and each `for` and `if`
 of a comprehension."""
 LEAST_COMMENTS = 4.0
 """Comment lines in 100 lines."""
-MOST_SETTINGS = 310
+MOST_SETTINGS = 311
 MOST_WHOLE_CONFIGS = 120
 """Functions that take the whole RunConfig; one that reads one to three sections takes these."""
 SAME_NAME = {"__main__.py", "__init__.py"}

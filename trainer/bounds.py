@@ -51,6 +51,7 @@ ARROW_BATCH_BYTES = Limit("bytes in memory of a compressed record batch of an Ar
 TEXT_BYTES = Limit("bytes in one text of a text file", 256 << 20)
 CONTENT_BYTES = Limit("bytes in an image, audio or other file that is a cell of a row", 512 << 20)
 IMAGE_BYTES = Limit("bytes of the pixels of a decoded image, and of its copy if it is converted", 832 << 20)
+ANNOTATION_BYTES = Limit("bytes in a file with the boxes of images", 4 << 30)
 AUDIO_SAMPLES = Limit("samples in one channel of an audio file", 2**26)
 AUDIO_RATE = Limit("samples a second in an audio file", 1_000_000)
 TAR_HEADER_BYTES = Limit("bytes in a header of a tar file", 1 << 20)

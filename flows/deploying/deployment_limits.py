@@ -182,15 +182,20 @@ def _places(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (setting, value) of each path and URL that is given; not of code, and not of names of bundled data."""
     yield from ((key, file.location) for key, file in named_files(settings) if not file.is_code)
     data: DataConfig = settings["data"]
-    if data.image and (folder := data.image.mask_folder):  # relative to each source
+    beside = {}  # relative to each source
+    if data.image:
+        beside = {"data.image.mask_folder": data.image.mask_folder, "data.image.boxes": data.image.box_place}
+    for key, folder in beside.items():
+        if not folder:
+            continue
         named = [*(each.source for each in data.mixture), data.evaluation_source, data.test_source]
         for source in named:
             if not source or source in BUNDLED_SOURCES:
                 continue
             if not url_of(source):
-                yield "data.image.mask_folder", str(data.image.masks_of(folder_of(source)))
+                yield key, str(folder_of(source) / folder.replace("{source}", folder_of(source).name))
             elif Path(folder).is_absolute() or ".." in Path(folder).parts:  # out of the copy that is fetched
-                yield "data.image.mask_folder", str(Path("/") / folder)
+                yield key, str(Path("/") / folder)
 
 
 def _roots(value: str) -> set[str]:

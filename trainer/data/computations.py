@@ -9,10 +9,13 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.audio.audio_clips import AudioClips, open_audio
 from onward.trainer.data.empty_targets import open_empty_targets
+from onward.trainer.data.images.box_columns import BoxColumn
 from onward.trainer.data.images.image_computer import ImageComputer
-from onward.trainer.data.images.image_inputs import image_inputs, masks
+from onward.trainer.data.images.image_inputs import box_column, image_inputs, masks
+from onward.trainer.data.images.image_sources import class_names_beside
 from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.preprocessing import open_preprocessor
+from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.column_computers import ColumnComputer
 from onward.trainer.data.schema.columns import ColumnType, Schema
 from onward.trainer.data.schema.fitted import FittedComputer
@@ -25,13 +28,24 @@ from onward.trainer.data.text.text_checks import open_tokenized_rows
 
 def open_fitted(
     data: DataConfig, losses: Sequence[LossConfig], signature: Signature, schema: Schema
-) -> list[ClassNames | NumberColumns | Categories | AudioClips]:
+) -> list[ClassNames | NumberColumns | Categories | AudioClips | BoxColumn]:
     """Return what computes columns in the place of columns of the source, which `schema` describes.
 
-    Raises ConfigError as `open_class_names`, `open_table_columns` and `open_audio`.
+    Raises ConfigError as `open_class_names`, `open_table_columns`, `open_audio` and `box_column`.
     """
     in_place = open_class_names(data, losses, schema), open_table_columns(data, losses, signature, schema)
-    return [*in_place[0], *in_place[1], *open_audio(data, schema)]
+    return [*in_place[0], *in_place[1], *open_audio(data, schema), *_open_boxes(data, losses, signature)]
+
+
+def _open_boxes(data: DataConfig, losses: Sequence[LossConfig], signature: Signature) -> list[BoxColumn]:
+    """Return the computer of the column of boxes, with the names that settings or annotations give its classes."""
+    column = box_column(data, losses)
+    if not column or data.image is None:
+        return []
+    names: Sequence[str] | None = None if isinstance(data.classes, str) else data.classes
+    if names is None and data.image.box_place:
+        names = class_names_beside(sources.locate(data.source, data).files, data.image.box_place) or None
+    return [BoxColumn(column, image_inputs(data, signature)[0].column, names)]
 
 
 def read_and_computed(

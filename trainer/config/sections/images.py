@@ -107,6 +107,11 @@ class ImageConfig(Section):
     """Segmentation with a folder of images: the folder of masks, relative to each source, such as `../masks`, or
     `../../masks/{source}` with the name of the source's own folder: masks/train for images/train. A mask has the name
     of its image, with any suffix, and becomes the column `mask`: set `data.label = "mask"`."""
+    boxes: str = ""
+    """Object detection: the boxes of images in a folder, relative to each source: a .json of COCO, or a folder of
+    YOLO's .txt files or of Pascal VOC's .xml files, such as `./labels`, `../annotations.json` or
+    `../../labels/{source}` with the name of the source's own folder. They become the column `boxes`. Of a table the
+    column with them, without a slash: lists of `{bbox: [x, y, width, height], category}`."""
     mask_values: tuple[NonNegativeInt, ...] = ()
     """The values in mask images, in the order of the classes: [0, 255] makes 255 class 1. Empty = the values are the
     classes."""
@@ -139,6 +144,16 @@ class ImageConfig(Section):
     def mask_columns(self) -> tuple[str, ...]:
         """The columns that hold masks."""
         return (*self.masks, *(["mask"] if self.mask_folder and "mask" not in self.masks else []))
+
+    @property
+    def box_place(self) -> str:
+        """The boxes beside a folder of images; "" without them, and for those of a table."""
+        return self.boxes if "/" in self.boxes or self.boxes.endswith(".json") else ""
+
+    @property
+    def box_column(self) -> str:
+        """The column that holds boxes; "" without one."""
+        return "boxes" if self.box_place else self.boxes
 
     @property
     def stores_pixels(self) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.images.image_batches import ImageBatches
-from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
+from onward.trainer.data.images.image_inputs import box_column, image_inputs, masks, mixed_labels
 from onward.trainer.data.schema.batch_transforms import BatchTransform, Samples
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.fitted import Fitted
@@ -37,10 +37,10 @@ def open_batch_transforms(
     transforms: list[BatchTransform] = []
     images = image_inputs(data, signature)
     if images and data.image is not None:
+        labels = masks(data, config.losses, signature)
+        boxes = [column] if (column := box_column(data, config.losses)) else []
         mixed = mixed_labels(data, config.losses, signature)
-        transforms.append(
-            ImageBatches(data.image, images, seed=seed, masks=masks(data, config.losses, signature), mixed=mixed)
-        )
+        transforms.append(ImageBatches(data.image, images, seed=seed, masks=labels, boxes=boxes, mixed=mixed))
     of_text = (open_masking(text, fitted, seed=seed), open_block_masks(text))
     return [*transforms, *(transform for transform in of_text if transform)]
 

@@ -138,8 +138,12 @@ def _folders(name: str, column: str) -> Reader:
     def blocks(files: Files, request: Request) -> Iterator[tuple[str, Block]]:
         data = request.data
         mask_folder = data.image.mask_folder if data.image else ""
+        boxes = data.image.box_place if data.image else ""
         skips_rows = data.bad_rows == "skip"
-        for block in folder_blocks(files, request.names, column, mask_folder, skips_rows=skips_rows, part=request.part):
+        blocks = folder_blocks(
+            files, request.names, column, mask_folder, boxes, skips_rows=skips_rows, part=request.part
+        )
+        for block in blocks:
             yield name, block
 
     return blocks

@@ -51,6 +51,10 @@ class OwnGenerator(TorchFunctionMode):
         return func(*args, **{**drawn, **(kwargs or {})})
 
 
+LEAST_SIDE = 2.0
+"""Pixels that are left of a box, at least, for it to be trained on; the most that a crop may cut off."""
+
+
 def seeds(positions: Array, *, seed: int, purpose: str) -> list[int]:
     """Return a seed for each position of the stream, int64 [n]."""
     return [int(each) for each in keyed_hash(positions.astype(np.uint64), hash_key(purpose, seed))]
@@ -87,18 +91,32 @@ class Augmentation:
         self.after = [v2.RandomErasing(augment.erasing)] if augment.erasing else []
 
     def change_image(
-        self, image: Image, masks: Sequence[Array], generator: torch.Generator
-    ) -> tuple[Image, list[Array]]:
-        """Return an image and its masks, each class numbers [height, width], after the changes `before`."""
+        self, image: Image, masks: Sequence[Array], boxes: Sequence[Array], generator: torch.Generator
+    ) -> tuple[Image, list[Array], list[Array]]:
+        """Return an image, its masks, each class numbers [height, width], and its boxes after the changes `before`.
+
+        boxes: of each column float32 [n, 6], as in a batch (schema/box_cells.py); those of which less than LEAST_SIDE
+        pixels are left are left out.
+        """
         from torchvision import tv_tensors
 
-        given: Any = (image, *(tv_tensors.Mask(torch.from_numpy(mask.copy())) for mask in masks))
+        canvas = (image.height, image.width)
+        corners: list[Any] = [
+            tv_tensors.BoundingBoxes(torch.from_numpy(each[:, 1:5].copy()), format="XYXY", canvas_size=canvas)
+            for each in boxes
+        ]
+        given: Any = (image, *(tv_tensors.Mask(torch.from_numpy(mask.copy())) for mask in masks), *corners)
         with OwnGenerator(generator):
             for step in self.before:
                 # of one image a transform returns one, of several a tuple
                 given = step(*given)
                 given = given if isinstance(given, tuple) else (given,)
-        return given[0], [mask.numpy() for mask in given[1:]]
+        changed = [each.as_subclass(Tensor).numpy() for each in given[1 + len(masks) :]]
+        return (
+            given[0],
+            [mask.numpy() for mask in given[1 : 1 + len(masks)]],
+            [_left(before, after) for before, after in zip(boxes, changed, strict=True)],
+        )
 
     def change_tensor(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
         """Return normalised pixels [channels, height, width] after the changes `after`."""
@@ -106,6 +124,13 @@ class Augmentation:
             for step in self.after:
                 pixels = step(pixels)
         return pixels
+
+
+def _left(before: Array, after: Array) -> Array:
+    """Return boxes [m, 6] with their new corners, float32 [n, 4], without those of which little is left."""
+    boxes = before.copy()
+    boxes[:, 1:5] = after
+    return boxes[(after[:, 2:] - after[:, :2] >= LEAST_SIDE).all(axis=1)]
 
 
 def _resized_crop(config: ImageConfig, size: Size) -> list[Any]:

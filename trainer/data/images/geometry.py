@@ -28,7 +28,7 @@ Size = tuple[int, int]
 
 def fitted_image(image: Image, size: Size, config: ImageConfig) -> Image:
     """Return an image of `size`, as [data.image] says. Raises ValueError for one that is too long and thin."""
-    resized, (top, left) = _steps((image.height, image.width), size, config)
+    resized, (top, left) = resized_size((image.height, image.width), size, config)
     # Pillow resizes the columns first, and then the rows of what that gives
     if (taken := 4 * resized[1] * max(resized[0], image.height)) > IMAGE_BYTES.most:
         raise ValueError(f"has {image.width} x {image.height} pixels, which resized are {IMAGE_BYTES.exceeded(taken)}")
@@ -61,7 +61,7 @@ def resized_image(image: Image, size: Size, config: ImageConfig) -> Image:
 
 def fitted_mask(mask: Array, size: Size, config: ImageConfig, ignore_index: int) -> Array:
     """Return class numbers [height, width] of `size`; borders are ignored."""
-    (rows, columns), (top, left) = _steps((mask.shape[0], mask.shape[1]), size, config)
+    (rows, columns), (top, left) = resized_size((mask.shape[0], mask.shape[1]), size, config)
     resized = mask[_nearest(mask.shape[0], rows)[:, None], _nearest(mask.shape[1], columns)]
     fitted = np.full(size, ignore_index, mask.dtype)
     # where the resized mask lies in the fitted one, which may be smaller or larger
@@ -72,7 +72,7 @@ def fitted_mask(mask: Array, size: Size, config: ImageConfig, ignore_index: int)
     return fitted
 
 
-def _steps(old: Size, size: Size, config: ImageConfig) -> tuple[Size, tuple[int, int]]:
+def resized_size(old: Size, size: Size, config: ImageConfig) -> tuple[Size, tuple[int, int]]:
     """Return the size to resize to, and where the result of `size` begins in it: (top, left), negative for borders."""
     (height, width), (rows, columns) = old, size
     if config.resize == "stretch":

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
+from onward.trainer.data.images.box_columns import fitted_boxes
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.data.images.image_computer import pixels_of
 from onward.trainer.data.images.image_decoding import decode_image, decode_mask
 from onward.trainer.data.images.image_inputs import ImageInput, Mask, MixedLabels
 from onward.trainer.data.images.image_threads import in_threads, room_for
 from onward.trainer.data.schema.batch_transforms import Samples
+from onward.trainer.data.schema.box_cells import BOX_NUMBERS, HEAD_NUMBERS
 from onward.trainer.data.schema.columns import Array, Values
 from onward.trainer.errors import DataError
 
@@ -36,7 +38,8 @@ Sample: TypeAlias = tuple[str, Mapping[str, Any], torch.Generator | None]
 class ImageBatches:
     """A BatchTransform: the tensors of image columns, and the class numbers of masks.
 
-    masks: those of the first image, whose geometry they go through. mixed: with MixUp or CutMix, the labels.
+    masks, boxes: those of the first image, whose geometry they go through; of boxes the columns. mixed: with MixUp or
+    CutMix, the labels.
     """
 
     def __init__(
@@ -46,12 +49,14 @@ class ImageBatches:
         *,
         seed: int,
         masks: Sequence[Mask] = (),
+        boxes: Sequence[str] = (),
         mixed: MixedLabels | None = None,
     ) -> None:
         self._config = config
         self._seed = seed
         self._images = {each.column: each for each in images}
         self._masks = {each.column: each for each in masks}
+        self._boxes = tuple(boxes)
         self._mixed = mixed
         # made when the first batch is augmented: torchvision takes seconds to import, and evaluation does without
         self._augmentations: dict[str, Augmentation] = {}
@@ -73,20 +78,23 @@ class ImageBatches:
             }
         count = len(next(iter(values.values())))
         drawn = [None] * count if positions is None else seeds(positions, seed=self._seed, purpose="image augmentation")
-        results: dict[str, Array] = {}
+        results: dict[str, Any] = {}
         for place, (name, info) in enumerate(self._images.items()):
-            # masks have the size of the first image
+            # masks and boxes have the size of the first image
             masks = list(self._masks) if place == 0 else []
+            boxes = list(self._boxes) if place == 0 else []
             # a new generator for each image: several images of a sample are augmented alike
             generators = [None if seed is None else torch.Generator().manual_seed(seed) for seed in drawn]
             rows = [
-                (name, {column: values[column][at] for column in (name, *masks)}, generator)
+                (name, {column: values[column][at] for column in (name, *masks, *boxes)}, generator)
                 for at, generator in enumerate(generators)
             ]
             made = in_threads(self._sample_in_turn, rows, self._workers)
-            results[name] = self._tensor(np.stack([pixels for pixels, _ in made]), info, generators).numpy()
+            results[name] = self._tensor(np.stack([pixels for pixels, _, _ in made]), info, generators).numpy()
             for number, column in enumerate(masks):
-                results[column] = np.stack([found[number] for _, found in made]).astype(np.int64)
+                results[column] = np.stack([found[number] for _, found, _ in made]).astype(np.int64)
+            for number, column in enumerate(boxes):
+                results[column] = [found[number].ravel() for _, _, found in made]
         return results
 
     @property
@@ -95,22 +103,27 @@ class ImageBatches:
 
     def _sample_in_turn(
         self, given: tuple[str, Mapping[str, Any], torch.Generator | None]
-    ) -> tuple[Array, list[Array]]:
+    ) -> tuple[Array, list[Array], list[Array]]:
         # pixels are decoded already, and take no more memory
         with room_for(() if self._config.stores_pixels else given[1].values()):
             return self._sample(given)
 
-    def _sample(self, given: Sample) -> tuple[Array, list[Array]]:
-        """Return the pixels, uint8 [height, width, channels], and the masks of one sample."""
+    def _sample(self, given: Sample) -> tuple[Array, list[Array], list[Array]]:
+        """Return the pixels, uint8 [height, width, channels], the masks and the boxes of one sample."""
         name, cells, generator = given
         info = self._images[name]
         config = self._config
-        labels = [self._masks[column] for column in cells if column != name]
+        labels = [self._masks[column] for column in cells if column in self._masks]
+        is_cropped = generator is not None and config.augment.random_resized_crop > 0
+        # random_resized_crop takes the whole image
+        boxes = []
+        for row in (cells[each] for each in self._boxes if each in cells):
+            boxes.append(_whole(row) if is_cropped else fitted_boxes(row, info.size, config))
         masks = [cells[each.column] for each in labels]
         if config.stores_pixels:
             # stored pixels have the size of the model already
             if generator is None or not self._augmentations[name].before:
-                return cells[name], masks
+                return cells[name], masks, boxes
             image = image_of(cells[name])
         else:
             try:
@@ -123,16 +136,15 @@ class ImageBatches:
                 raise DataError(
                     f"column {name!r} of the shards {error}; delete them: the next run writes new ones"
                 ) from error
-            # random_resized_crop takes the whole image
-            if generator is None or not config.augment.random_resized_crop:
+            if not is_cropped:
                 image = fitted_image(image, info.size, config)
                 masks = [
                     fitted_mask(mask, info.size, config, each.ignore_index)
                     for mask, each in zip(masks, labels, strict=True)
                 ]
         if generator is not None:
-            image, masks = self._augmentations[name].change_image(image, masks, generator)
-        return pixels_of(image), masks
+            image, masks, boxes = self._augmentations[name].change_image(image, masks, boxes, generator)
+        return pixels_of(image), masks, boxes
 
     def _tensor(self, pixels: Array, info: ImageInput, generators: Sequence[torch.Generator | None]) -> Tensor:
         """Return what the model takes of pixels uint8 [B, height, width, channels]."""
@@ -200,6 +212,11 @@ class ImageBatches:
             parts = [np.asarray(part[name]) for part in (values, more) if name in part]
             columns[name] = np.concatenate(parts)[places]
         return columns
+
+
+def _whole(row: Array) -> Array:
+    """Return boxes float32 [n, 6] in pixels of the whole image. row: as it is stored."""
+    return row[HEAD_NUMBERS:].reshape(-1, BOX_NUMBERS)
 
 
 def _channels_first(images: Tensor, info: ImageInput) -> Tensor:

@@ -261,6 +261,38 @@ def _num_classes(loss: LossConfig, signature: Signature, size: Size) -> int | No
     return loss.rule.num_classes(found) if found else found
 
 
+def box_column(data: DataConfig, losses: Sequence[LossConfig]) -> str:
+    """Return the column of boxes that a loss reads, "" without one. Raises ConfigError where none can be trained on."""
+    image = data.image
+    if image is None or not image.box_column:
+        return ""
+    name = image.box_column
+    problems = []
+    readers = [loss for loss in losses if name in loss.columns]
+    if not readers:
+        labels = ", ".join(column for loss in losses for column in loss.columns)
+        problems.append(
+            f"no loss reads the boxes in column {name!r}, but {labels or 'none'}; set data.label = {name!r}"
+        )
+    if wrong := [loss.name for loss in readers if not loss.is_own]:
+        problems.append(
+            f"loss {', '.join(wrong)} does not assign boxes to the outputs of a model; write a loss of your own, which "
+            "gets them as [B, boxes x 6] (docs/how-to/own-loss.md#boxes)"
+        )
+    if image.resize == "crop":
+        problems.append(
+            "data.image.resize 'crop' cuts off objects; set 'pad', which keeps the aspect ratio, or 'stretch'"
+        )
+    if image.augment.rand_augment or image.augment.mixes:
+        problems.append(
+            "data.image.augment.rand_augment, mixup and cutmix cannot change boxes with their images; use "
+            "random_resized_crop, flip and color_jitter"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return name
+
+
 @dataclass(frozen=True)
 class MixedLabels:
     """The labels that MixUp and CutMix mix together with images."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from onward.trainer.bounds import CONTENT_BYTES, TAR_HEADER_BYTES, check_regular
 from onward.trainer.config.sections.images import ImageConfig
+from onward.trainer.data.images.box_annotations import Annotations, read_annotations
 from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 from onward.trainer.data.schema.columns import PART_ROWS, Array, Block, Cells
 from onward.trainer.data.schema.file_parts import FilePart
@@ -43,6 +44,7 @@ def folder_blocks(
     names: Sequence[str] | None,
     column: str = "image",
     mask_folder: str = "",
+    boxes: str = "",
     *,
     skips_rows: bool = False,
     part: FilePart | None = None,
@@ -50,27 +52,44 @@ def folder_blocks(
     """Yield the files in blocks, with the columns `column` (the path) and `label` (the class folder's name).
 
     Without class folders there is no column `label`. With a folder of masks (data.image.mask_folder) there is a column
-    `mask` instead, and images without one are bad rows if such rows are left out (data.bad_rows). Raises DataError if
-    only some files are in a folder of a class, and as `mask_files`. part: the files that are read; None for all.
+    `mask` instead, and images without one are bad rows if such rows are left out (data.bad_rows); with boxes
+    (data.image.boxes) a column `boxes`, and images without labels are bad rows. Raises DataError if only some files are
+    in a folder of a class, and as `mask_files` and `read_annotations`. part: the files that are read; None for all.
     """
     part = part or FilePart()
     masks = mask_files(files, mask_folder, skips_rows=skips_rows) if mask_folder else []
-    classes = set[str]() if masks else _classes(files)
+    labels = _annotations(files, boxes).boxes if boxes else {}
+    classes = set[str]() if masks or labels else _classes(files)
     for first in range(part.begin, min(part.stop, len(files)), PART_ROWS):
         some = files[first : first + PART_ROWS]
         # without masks each row has its image, so that no row is bad
         needed: Sequence[Path | None] = masks[first : first + PART_ROWS] or [path for _, path in some]
-        good = [at for at, file in enumerate(needed) if file is not None]
+        bad = {at: f"has no mask in {mask_folder}" for at, file in enumerate(needed) if file is None}
+        if labels:
+            bad |= {at: f"has no labels in {boxes}" for at, (name, _) in enumerate(some) if name not in labels}
+        good = [at for at in range(len(some)) if at not in bad]
         cells: dict[str, Cells] = {column: [str(some[at][1].absolute()) for at in good]}
         if masks:
             cells["mask"] = [str(needed[at]) for at in good]
+        if labels:
+            cells["boxes"] = [labels[some[at][0]] for at in good]
         if classes:
             cells["label"] = [PurePosixPath(name).parts[0] for name, _ in some]
-        bad = {first + at: f"has no mask in {mask_folder}" for at, file in enumerate(needed) if file is None}
+        bad = {first + at: why for at, why in bad.items()}
         shown = {first + at: str(path) for at, (_, path) in enumerate(some)}
         if names is not None:
             cells = {name: cells[name] for name in cells if name in names}
         yield Block(column, first + np.array(good, np.int64), cells, bad, names=shown)
+
+
+def _annotations(files: Files, boxes: str) -> Annotations:
+    name, path = files[0]
+    return read_annotations(Path(str(path).removesuffix(name)), [name for name, _ in files], boxes)
+
+
+def class_names_beside(files: Files, boxes: str) -> tuple[str, ...]:
+    """Return the classes of boxes that lie beside images, in the order of their format; () if it has none."""
+    return _annotations(files, boxes).names
 
 
 def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> list[Path | None]:

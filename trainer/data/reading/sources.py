@@ -156,10 +156,14 @@ def _of_one_format(source: str, found: dict[str, Path], data: DataConfig) -> Sou
     if not names:
         raise DataError(_nothing_to_read(source, found, wanted, data))
     files = tuple((name, found[name]) for name in names)
-    mask_folder = data.image.mask_folder if data.image else ""
-    if FORMATS[wanted].path_column and not mask_folder:
+    if FORMATS[wanted].path_column and not _has_labels_beside(data):
         refuse_empty_classes(Path(source), files)
     return Source(wanted, files, source)
+
+
+def _has_labels_beside(data: DataConfig) -> bool:
+    """Return whether images have labels of their own beside them, masks or boxes, so that folders are no classes."""
+    return data.image is not None and bool(data.image.mask_folder or data.image.box_place)
 
 
 def _texts(source: str, names: Sequence[str], data: DataConfig) -> list[str]:
@@ -205,7 +209,7 @@ def source_ranges(data: DataConfig) -> list[SourceRange]:
 
     Raises DataError if images to evaluate on have classes that none to train on has.
     """
-    if data.audio or (data.image and not data.image.mask_folder):
+    if (data.audio or data.image) and not _has_labels_beside(data):
         _check_image_classes(data)
     ranges = [SourceRange(each.source, is_trained=True) for each in data.mixture]
     if data.evaluation_source:

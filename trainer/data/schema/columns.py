@@ -12,6 +12,7 @@ import numpy as np
 
 from onward.trainer.bounds import CONTENT_BYTES, read_bounded
 from onward.trainer.data.schema.allowed_files import AllowedFiles, named_path
+from onward.trainer.data.schema.box_cells import boxes_of
 from onward.trainer.run.records import Record
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -30,6 +31,8 @@ TEXT = "str"
 """The dtype of a column of text; its values are an array of Python strings."""
 WORDS = "words"
 """The dtype of a column of words, which is not stored; its values are an array of lists of Python strings."""
+BOXES = "boxes"
+"""The dtype of a column of boxes, which is not stored; its values are an array of lists of Box (box_cells.py)."""
 BYTES = "bytes"
 """The dtype of a column of encoded content, such as JPEG images; its values are an array of Python bytes."""
 
@@ -56,7 +59,7 @@ class Column(Record):
     @property
     def holds_numbers(self) -> bool:
         """Whether the cells are numbers, and not text or bytes."""
-        return self.dtype not in (TEXT, BYTES, WORDS)
+        return self.dtype not in (TEXT, BYTES, WORDS, BOXES)
 
     @property
     def row_bytes(self) -> int:
@@ -146,6 +149,8 @@ def fit(cells: Cells, column: Column, block: Block | None = None) -> tuple[Value
         return _fit_text(cells)
     if column.dtype == WORDS:
         return _fit_words(cells)
+    if column.dtype == BOXES:
+        return _fit_boxes(cells)
     if column.dtype == BYTES:
         return _fit_bytes(cells, block)
     if column.variable:
@@ -226,6 +231,19 @@ def _fit_words(cells: Cells) -> tuple[Array, dict[int, str]]:
             bad[at] = "is missing" if cell is None else f"holds {str(cell)[:40]}, not a list of words"
         elif not all(map(is_unicode, values[at])):
             bad[at] = "holds half of a surrogate pair, which is no character of Unicode"
+    return values, bad
+
+
+def _fit_boxes(cells: Cells) -> tuple[Array, dict[int, str]]:
+    """Return the boxes of each cell as an array of lists [n]."""
+    values = np.empty(len(cells), object)
+    bad = {}
+    for at, cell in enumerate(cells):
+        found = boxes_of(cell)
+        values[at] = found
+        if isinstance(found, str):
+            values[at] = []
+            bad[at] = found
     return values, bad
 
 

@@ -8,7 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from onward.trainer.data.schema.columns import BYTES, TEXT, WORDS, Array, Cells, Column, ColumnType, Values, numbers
+from onward.trainer.data.schema.columns import (
+    BOXES,
+    BYTES,
+    TEXT,
+    WORDS,
+    Array,
+    Cells,
+    Column,
+    ColumnType,
+    Values,
+    numbers,
+)
 
 PART_VALUES = 1 << 20
 """Values that are looked at together."""
@@ -142,7 +153,7 @@ def stored_column(column: Column, kind: ColumnType | None, *, ragged: bool) -> C
     # without a reader, such as for columns that are only looked at, nothing is converted
     if kind is None:
         return column.model_copy(update={"extremes": ()})
-    if kind.dtype in (TEXT, WORDS, BYTES):
+    if kind.dtype in (TEXT, WORDS, BOXES, BYTES):
         return Column(name=column.name, dtype=kind.dtype, gaps=kind.gaps)
     # NaN marks a missing number, so that the type is the reader's, which has one
     if kind.gaps:

@@ -17,7 +17,7 @@ from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.reading.read_ahead import read_ahead
 from onward.trainer.data.schema.column_computers import ColumnComputer, RowPacker, packer_of
-from onward.trainer.data.schema.columns import BYTES, TEXT, WORDS, Column, ColumnType, Schema
+from onward.trainer.data.schema.columns import BOXES, BYTES, TEXT, WORDS, Column, ColumnType, Schema
 from onward.trainer.data.schema.described_columns import stored_column
 from onward.trainer.data.schema.fitted import columns_to_fit, fit_computers
 from onward.trainer.data.schema.signature import Signature
@@ -104,7 +104,7 @@ def stored_columns(
     for name, column_type in types.items():
         if name not in schema or schema[name].holds_numbers:
             continue
-        if column_type is None or column_type.dtype not in (TEXT, WORDS, BYTES):
+        if column_type is None or column_type.dtype not in (TEXT, WORDS, BOXES, BYTES):
             problems.append(f"column {name!r} holds {schema[name].kind}, not numbers")
     if problems or not types:
         raise DataError(f"{data.source}: {problem}" for problem in problems or ["there is no column of numbers"])

@@ -30,9 +30,11 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.computations import read_and_computed
 from onward.trainer.data.formats.finished_shards import MANIFEST, shards_at
 from onward.trainer.data.formats.format_table import FORMATS
+from onward.trainer.data.images.box_annotations import annotation_files
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.files_of_cells import digests_of_named_files, naming_columns, outside_files
 from onward.trainer.data.reading.inferred_schema import infer_schema
+from onward.trainer.data.schema.allowed_files import folder_of
 from onward.trainer.data.schema.column_computers import describe_all, stored_of
 from onward.trainer.data.schema.columns import MAX_NAMED_ROWS, Schema, fit_block, in_parts, select
 from onward.trainer.data.schema.fitted import Fitted, all_fitted
@@ -284,6 +286,10 @@ def _key(recipe: Recipe, located: Sequence[sources.Source], digests: Mapping[Pat
         content.append([data.split, data.label])
     if data.sources or data.test_source:
         content.append([len(data.mixture), bool(data.evaluation_source), bool(data.test_source)])
+    if data.image and data.image.box_place:
+        place = data.image.box_place
+        folders = [folder_of(source.name) for source in located]
+        content.append([[sha256(file) for file in annotation_files(folder, place)] for folder in folders])
     # files that cells name are content, too, and may change while the table does not
     if named := naming_columns(data, recipe.columns):
         content.append(digests_of_named_files(data, named))

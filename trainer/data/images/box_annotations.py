@@ -1,0 +1,301 @@
+"""Read the boxes of object detection that lie beside a folder of images: COCO's JSON, YOLO's texts, Pascal VOC's XML.
+
+    COCO          one .json     bbox = [x, y, width, height] in pixels; images without annotations are background
+    YOLO          a folder of   a line for each box: class, centre x and y, width, height, as shares of the image; an
+                  .txt files    image without a file, or with an empty one, is background
+    Pascal VOC    a folder of   xmin, ymin, xmax, ymax in pixels, counted from 1; an image without a file has no labels
+                  .xml files
+
+Each becomes a list of `Box`: the class by its name, and corners from the left and from the top. Nothing is repaired but
+a pixel at the border: a box that is empty, or reaches farther beyond its image, is named with its file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from onward.trainer.bounds import ANNOTATION_BYTES, read_bounded
+from onward.trainer.data.schema.box_cells import COUNTED, CROWD, DIFFICULT, Box
+from onward.trainer.errors import DataError
+
+BORDER = 1.0
+"""Pixels by which a box may reach beyond its image, because annotation tools round to whole ones; of shares, the same
+of an image of 100 pixels."""
+MOST_PROBLEMS = 20
+"""Boxes that a message names."""
+
+
+@dataclass
+class Annotations:
+    """The boxes of the images of a source."""
+
+    boxes: dict[str, list[Box]]
+    """Name of the image relative to the source -> its boxes; an image that is absent has no labels."""
+    names: tuple[str, ...]
+    """Of the classes, in the order in which the format numbers them; () = it names them in the boxes alone."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong, by file and line."""
+
+
+def place_of(source: Path, place: str) -> Path:
+    """Return the file or folder of annotations of a source, a folder of images. place: `data.image.boxes`."""
+    return (source / place.replace("{source}", source.name)).resolve()
+
+
+def annotation_files(source: Path, place: str) -> list[Path]:
+    """Return the files that decide the boxes of a source, sorted; [] for a place without any."""
+    path = place_of(source, place)
+    if path.is_dir():
+        return sorted(each for each in path.rglob("*") if each.suffix.lower() in (".txt", ".xml", ".yaml", ".yml"))
+    return [path] if path.is_file() else []
+
+
+def read_annotations(source: Path, images: Sequence[str], place: str) -> Annotations:
+    """Return the boxes of images, whose names are relative to `source`. place: `data.image.boxes`, relative to it.
+
+    Raises DataError with everything that is wrong, and for a place that holds no boxes.
+    """
+    path = place_of(source, place)
+    if path.suffix.lower() == ".json":
+        found = _coco(path, source, images)
+    elif path.is_dir():
+        kinds = Counter(each.suffix.lower() for each in path.rglob("*") if each.suffix.lower() in (".txt", ".xml"))
+        if len(kinds) != 1:
+            what = " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "no .txt and no .xml"
+            raise DataError(
+                f"data.image.boxes: {path} holds {what} files; name a folder of YOLO's .txt files, one of Pascal VOC's "
+                ".xml files, or a .json of COCO"
+            )
+        found = (_yolo if ".txt" in kinds else _voc)(path, source, images)
+    else:
+        raise DataError(
+            f"data.image.boxes: there is no {path}; name a .json of COCO, or a folder of .txt or .xml files"
+        )
+    if found.problems:
+        more = len(found.problems) - MOST_PROBLEMS
+        raise DataError(
+            [*found.problems[:MOST_PROBLEMS], *([f"and {more} more problems with boxes"] if more > 0 else [])]
+        )
+    return found
+
+
+# -- COCO
+
+
+def _coco(path: Path, source: Path, images: Sequence[str]) -> Annotations:
+    content = _json_of(path)
+    try:
+        sizes = {each["id"]: (each["file_name"], each.get("width"), each.get("height")) for each in content["images"]}
+        names = {each["id"]: str(each["name"]) for each in sorted(content["categories"], key=lambda each: each["id"])}
+        annotations = content["annotations"]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} is no annotation file of COCO: it lacks {error}") from None
+    if len(set(names.values())) < len(names):
+        twice = [name for name, count in Counter(names.values()).items() if count > 1]
+        raise DataError(f"{path} has several categories of one name: {', '.join(twice)}; give each its own")
+    shown = _matched(path, source, images, {file: number for number, (file, _, _) in sizes.items()})
+    found = Annotations({name: [] for name in shown.values()}, tuple(names.values()))
+    for place, each in enumerate(annotations):
+        where = f"{path}, annotation {each.get('id', place)}"
+        image, category, corners = each.get("image_id"), each.get("category_id"), each.get("bbox")
+        if image not in sizes:
+            found.problems.append(f"{where} is of image {image!r}, which the file does not list")
+        elif category not in names:
+            found.problems.append(f"{where} has the category {category!r}; there are {_few(map(str, names))}")
+        elif not _is_numbers(corners, 4):
+            found.problems.append(f"{where} has the bbox {str(corners)[:60]}, not [x, y, width, height]")
+        elif image in shown:
+            x, y, width, height = map(float, corners)
+            flag = CROWD if each.get("iscrowd") else COUNTED
+            box = Box(names[category], x, y, x + width, y + height, flag)
+            _add(found, shown[image], box, where, sizes[image][1:])
+    return found
+
+
+def _matched(path: Path, source: Path, images: Sequence[str], listed: Mapping[str, Any]) -> dict[Any, str]:
+    """Return the number of each image in the file -> its name in the source: by the end of its path."""
+    exact = {name: name for name in images}
+    by_end: dict[str, list[str]] = {}
+    for name in images:
+        by_end.setdefault(PurePosixPath(name).name, []).append(name)
+    shown = {}
+    for file, number in listed.items():
+        name = str(file).replace("\\", "/")
+        # as COCO 2017 has them, the names are those in the folder; other files begin with folders
+        options = [exact[name]] if name in exact else by_end.get(PurePosixPath(name).name, [])
+        # of several that end alike those that agree in more of the path
+        nearer = [each for each in options if f"/{name}".endswith(f"/{each}")]
+        if not nearer:
+            nearer = [each for each in options if f"/{each}".endswith(f"/{name}")]
+        if len(nearer) == 1:
+            options = nearer
+        if len(options) == 1:
+            shown[number] = options[0]
+        elif options:
+            raise DataError(f"{path}: {file} may be any of {_few(options)} in {source}; write its path into the file")
+    if not shown:
+        raise DataError(
+            f"{path} lists {len(listed)} images, of which {source} has none: the first is "
+            f"{next(iter(listed), 'absent')!r}, and the folder begins with {images[0]!r}"
+        )
+    return shown
+
+
+# -- YOLO
+
+
+def _yolo(path: Path, source: Path, images: Sequence[str]) -> Annotations:
+    names = _yolo_names(path)
+    found = Annotations({}, names)
+    for name in images:
+        found.boxes[name] = []
+        file = _beside(path, name, ".txt")
+        if file is None:
+            continue
+        for number, line in enumerate(_text_of(file).splitlines(), start=1):
+            words = line.split()
+            where = f"{file}, line {number}"
+            if not words:
+                continue
+            values = _floats(words)
+            # more than four numbers: the corners of a polygon around the object
+            is_polygon = values is not None and len(values) >= 7 and len(values) % 2 == 1
+            if values is None or not (len(values) == 5 or is_polygon):
+                found.problems.append(f"{where} is {line[:60]!r}, not a class and four numbers")
+                continue
+            if not values[0].is_integer() or not 0 <= values[0] < (len(names) or math.inf):
+                known = f"; {len(names)} are named" if names else ""
+                found.problems.append(f"{where} has the class {words[0]}{known}")
+                continue
+            number_of_class = int(values[0])
+            title = names[number_of_class] if names else str(number_of_class)
+            _add(found, name, Box(title, *_corners(values[1:]), are_shares=True), where)
+    return found
+
+
+def _corners(values: Sequence[float]) -> tuple[float, float, float, float]:
+    """Return the corners of x, y, width and height, or of a polygon x1, y1, x2, y2, x3, y3 ..."""
+    if len(values) > 4:
+        xs, ys = values[0::2], values[1::2]
+        return min(xs), min(ys), max(xs), max(ys)
+    x, y, width, height = values
+    return x - width / 2, y - height / 2, x + width / 2, y + height / 2
+
+
+def _yolo_names(path: Path) -> tuple[str, ...]:
+    """Return the classes that a data.yaml or classes.txt in the folder, or above it, names; () without one."""
+    import yaml  # imported here: nothing else of the trainer needs it
+
+    for folder in (path, *list(path.parents)[:3]):
+        for file in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")]):
+            names = yaml.safe_load(_text_of(file))
+            names = names.get("names") if isinstance(names, dict) else None
+            if isinstance(names, dict):  # number -> name
+                names = [names[number] for number in sorted(names)]
+            if isinstance(names, list) and names:
+                return tuple(map(str, names))
+        if (file := folder / "classes.txt").is_file():
+            return tuple(filter(None, map(str.strip, _text_of(file).splitlines())))
+    return ()
+
+
+# -- Pascal VOC
+
+
+def _voc(path: Path, source: Path, images: Sequence[str]) -> Annotations:
+    found = Annotations({}, ())
+    for name in images:
+        file = _beside(path, name, ".xml")
+        if file is None:
+            continue
+        found.boxes[name] = []
+        try:
+            root = ElementTree.fromstring(_text_of(file))
+        except ElementTree.ParseError as error:
+            found.problems.append(f"{file} is no XML: {error}")
+            continue
+        size = _floats([root.findtext("size/width", ""), root.findtext("size/height", "")])
+        for number, each in enumerate(root.iter("object"), start=1):
+            where = f"{file}, object {number}"
+            title = each.findtext("name", "").strip()
+            corners = _floats([each.findtext(f"bndbox/{side}", "") for side in ("xmin", "ymin", "xmax", "ymax")])
+            if not title or corners is None:
+                found.problems.append(f"{where} lacks a name, or one of xmin, ymin, xmax and ymax")
+                continue
+            flag = DIFFICULT if each.findtext("difficult", "0").strip() == "1" else COUNTED
+            x1, y1, x2, y2 = corners
+            # the first pixel is 1, and the last one belongs to the box
+            box = Box(title, x1 - 1.0, y1 - 1.0, x2, y2, flag)
+            _add(found, name, box, where, size or (0.0, 0.0))
+    return found
+
+
+# -- all of them
+
+
+def _add(found: Annotations, image: str, box: Box, where: str, size: Sequence[float | None] = (0.0, 0.0)) -> None:
+    """Add a box, cut off at the border of its image, or say what is wrong with it.
+
+    size: width and height as the file says them; 0 or None = it does not, and they are compared later (box_columns.py).
+    """
+    width, height = (float(each or math.inf) for each in size)
+    border = BORDER
+    if box.are_shares:
+        width, height, border = 1.0, 1.0, BORDER / 100
+    if box.problem:
+        found.problems.append(f"{where}: {box.problem}")
+    elif min(box.x1, box.y1) < -border or box.x2 > width + border or box.y2 > height + border:
+        what = "shares of" if box.are_shares else f"{width:g} x {height:g} pixels of"
+        corners = ", ".join(f"{corner:g}" for corner in box[1:5])
+        found.problems.append(f"{where}: the box {corners} reaches beyond the {what} its image")
+    else:
+        right, bottom = min(box.x2, width), min(box.y2, height)
+        found.boxes[image].append(box._replace(x1=max(0.0, box.x1), y1=max(0.0, box.y1), x2=right, y2=bottom))
+
+
+def _beside(folder: Path, image: str, suffix: str) -> Path | None:
+    """Return the file of an image's name in a folder: at its place, or directly in it; None if there is none."""
+    for name in (PurePosixPath(image).with_suffix(suffix), PurePosixPath(PurePosixPath(image).stem + suffix)):
+        if (folder / name).is_file():
+            return folder / name
+    return None
+
+
+def _json_of(path: Path) -> Any:
+    try:
+        return json.loads(read_bounded(path, ANNOTATION_BYTES))
+    except OSError as error:
+        raise DataError(f"data.image.boxes: {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}") from None
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_bounded(path, ANNOTATION_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as text: {error}") from None
+
+
+def _floats(words: Sequence[str]) -> list[float] | None:
+    try:
+        return [float(word) for word in words]
+    except ValueError:
+        return None
+
+
+def _is_numbers(values: Any, count: int) -> bool:
+    are_numbers = isinstance(values, list) and {*map(type, values)} <= {int, float}
+    return are_numbers and len(values) == count
+
+
+def _few(names: Iterator[str] | Sequence[str], most: int = 5) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")

@@ -26,6 +26,10 @@ def init(
     range_test: Annotated[
         bool, typer.Option("--range-test", help="Find the learning rate by a range test of at most 60 steps.")
     ] = False,
+    boxes: Annotated[
+        Path | None,
+        typer.Option(help="Object detection: a .json of COCO, or a folder of YOLO's .txt or Pascal VOC's .xml files."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a configuration for a model and data, and prove it by 20 steps.
@@ -36,10 +40,13 @@ def init(
     """
     from onward.flows.shown.inspection_report import show_proposed
 
+    given = [*(overrides or ())]
+    if boxes:
+        given.append(f"data.image.boxes='{boxes.resolve()}'")
     found = first_config.init(
         model,
         data,
-        overrides or (),
+        given,
         output=output,
         force=force,
         steps=0 if no_try else steps,

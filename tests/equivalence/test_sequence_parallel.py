@@ -33,9 +33,8 @@ SLOW = [
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    "cases", [pytest.param(QUICK, id="quick"), pytest.param(SLOW, id="all", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [pytest.param(QUICK, id="few"), pytest.param(SLOW, id="all")])
 def test_what_is_divided_along_the_sequence_trains_as_on_one_rank(cases: list[Case], tmp_path: Path) -> None:
     alone = [Case(model, ALONE) for model in {case.model for case in cases}]
     runs = trained([*cases, *alone], tmp_path)

@@ -269,13 +269,13 @@ MISTAKES: dict[str, Mistake] = {
     "images without a table": Mistake(images, ("30 .jpg: images", "[data.image]"), edited("[data.image]", "")),
     "boxes of COCO": Mistake(
         images,
-        ("boxes of object detection (COCO)", "what-it-does-not-train.md"),
+        ("boxes of object detection (COCO)", "detect-objects.md"),
         _coco,
         ("init", "model.onnx", "annotations.json", "--no-try", "-o", "new.toml"),
     ),
     "boxes of YOLO": Mistake(
         images,
-        ("boxes of object detection (YOLO)", "what-it-does-not-train.md"),
+        ("boxes of object detection (YOLO)", "detect-objects.md"),
         written("data.yaml", b"train: images/train\nnc: 2\nnames: [a, b]\n"),
         ("init", "model.onnx", "data.yaml", "--no-try", "-o", "new.toml"),
     ),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from onward.trainer.run.directory import OWN_HOME, RunDir
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Networks, RunIdentity, TrainResult, read_record
 from tests.support.machines import Machines, machines, missing
 from tests.support.runs import assert_equal_bits, final_tensors
@@ -85,7 +85,7 @@ def test_a_host_with_a_home_of_its_own_trains_the_bits_of_a_shared_one_also_kill
     run = run_named(workshop, "apart")
     assert read_record(run.networks, Networks).own_homes == ("h1",)
     assert read_record(run.train, TrainResult).attempts == 2
-    assert not (run.root / OWN_HOME).exists()
+    assert not run.own_home.exists()
     assert on_h1(workshop, cluster, "ls", str(workshop.home / "runs")) == "", "nothing stays of a run that is over"
     cluster.do("h1", "umount", str(workshop.home))
     cluster.do("h1", "umount", str(workshop.root / "model.onnx"))

@@ -38,7 +38,7 @@ from onward.trainer.data.reading.fetching import restore_copies
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import ConfigError, OnwardError
 from onward.trainer.run.allowed_code import AllowedCode
-from onward.trainer.run.directory import OWN_HOME, RunDir, onward_home, read_config
+from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.durable_files import sha256, write_durably
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.records import Record, read_record, write_record
@@ -101,7 +101,7 @@ def bring(wanted: HostInputs) -> Brought:
     with contextlib.suppress(OSError):
         if (run.root / wanted.name).read_text() == wanted.nonce:
             return Brought(shares_home=True)
-    if run.root.exists() and not (run.root / OWN_HOME).exists():
+    if run.root.exists() and not run.own_home.exists():
         return Brought(problems=(f"has a run of its own in {run.root}: move it away",))
     if wanted.leave:
         shutil.rmtree(run.root, ignore_errors=True)
@@ -110,7 +110,7 @@ def bring(wanted: HostInputs) -> Brought:
         make_private(onward_home())
         run.root.mkdir(parents=True, exist_ok=True)
         # first: a directory that a kill has left half-made is gone on with, and not taken for another run
-        (run.root / OWN_HOME).touch()
+        run.own_home.touch()
         size = sum(_fetched(wanted, run))
         problems = tuple(_data_problems(wanted, run))
     except OSError as error:

@@ -33,7 +33,7 @@ from onward.trainer.checkpoint.write_plan import TensorPart, WritePlan, make_wri
 from onward.trainer.distributed.exchange import gather, in_rounds
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, Fenced, OnwardError, StorageUnavailable
-from onward.trainer.run.directory import OWN_HOME, RunDir
+from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import fsync
 from onward.trainer.run.outcomes.storage import storage_error
 from onward.trainer.run.records import RunIdentity, read_record
@@ -164,7 +164,7 @@ class _Saving:
 
     def make_directory(self) -> str:
         """Make the partial directory, on rank 0 and on hosts with a home of their own; return "own" on these."""
-        if (self.run.root / OWN_HOME).exists():
+        if self.run.own_home.exists():
             self.partial.mkdir(parents=True, exist_ok=True)  # also another rank of the host makes it
             return "own"
         if self.mpi.rank != 0:

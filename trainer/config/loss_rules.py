@@ -15,12 +15,12 @@ from onward.trainer.config.metric_names import Task
 # fmt: off
 LossName = Literal[
     "cross_entropy", "mse", "l1", "bce_with_logits", "output", "huber", "quantile", "focal", "dice", "giou", "ctc",
-    "cosine", "triplet", "info_nce", "file", "teacher",
+    "cosine", "triplet", "info_nce", "set_classes", "set_l1", "set_giou", "file", "teacher",
 ]
 # fmt: on
 """The losses, by name."""
 
-Labels = Literal["classes", "sequences", "elements", "quantiles", "boxes", "rows", "own", "none"]
+Labels = Literal["classes", "sequences", "elements", "quantiles", "boxes", "objects", "rows", "own", "none"]
 """How labels belong to an output [B, ...]:
 
     classes      a class number for each place, without the axis of the class scores; int64
@@ -28,6 +28,7 @@ Labels = Literal["classes", "sequences", "elements", "quantiles", "boxes", "rows
     elements     a number for each element
     quantiles    a number for all elements of the last axis
     boxes        as elements, four of which are one box
+    objects      the boxes of an image, of any number (data/schema/box_cells.py), which the loss assigns to outputs
     rows         a number for each row
     own          the user's loss pairs them
     none         no labels
@@ -87,6 +88,7 @@ STANDARDISED = ("standardise_label", "output_units")
 SOFTMAX = ("softmax", "log_of_softmax")
 SIGMOID = ("sigmoid",)
 ERRORS = ("mae", "mse")
+MATCHED = "ONNX has no operator that assigns boxes to outputs"
 
 LOSS_RULES: Mapping[LossName, LossRule] = {
     "cross_entropy": LossRule(
@@ -134,6 +136,17 @@ LOSS_RULES: Mapping[LossName, LossRule] = {
     "cosine": LossRule("rows", takes=("margin",), tasks=("pairs",), num_outputs=2, by_sample=True),
     "triplet": LossRule("none", takes=("margin",), tasks=("triplets",), num_outputs=3),
     "info_nce": LossRule("none", takes=("temperature",), tasks=("matches",), num_outputs=2, compares_samples=True),
+    "set_classes": LossRule(
+        "objects",
+        takes=("scores", "num_queries", "alpha", "gamma"),
+        tasks=("objects",),
+        metrics=("map", "map_50"),
+        num_outputs=2,
+        applies=("softmax", "sigmoid"),
+        no_onnx=MATCHED,
+    ),
+    "set_l1": LossRule("objects", takes=("scores",), num_outputs=2, no_onnx=MATCHED),
+    "set_giou": LossRule("objects", takes=("scores",), num_outputs=2, no_onnx=MATCHED),
     "file": LossRule("own", takes=("file", "label_type", "count"), by_sample=True),
     "teacher": LossRule("none"),
 }

@@ -44,12 +44,13 @@ class LossConfig(Section):
     """The loss; empty = `model.loss`. `huber`, `quantile`: of numbers. `focal`: of yes-or-no labels that are rare.
     `dice`: of segmentation masks, by sample. `giou`: of boxes (x1, y1, x2, y2). `ctc`: of sequences [B, T, C] with
     shorter labels. `cosine`: two outputs, alike or not (label 1 or -1). `triplet`: three outputs, without labels.
-    `info_nce`: two outputs whose rows belong together, without labels. `file`: your own."""
+    `info_nce`: two outputs whose rows belong together, without labels. `set_classes`, `set_l1`, `set_giou`: of a
+    detector that predicts a set of boxes (DETR), two outputs: class scores and boxes. `file`: your own."""
     file: str = ""
     """Your own loss: "my_loss.py:function", or an ONNX file with the inputs output and labels."""
     output: str | tuple[str, ...] = ""
-    """The tensor that the loss reads, as in `model.output`; empty = `model.output`. Several for cosine, triplet and
-    info_nce."""
+    """The tensor that the loss reads, as in `model.output`; empty = `model.output`. Several for cosine, triplet,
+    info_nce and the losses of sets."""
     label: str | tuple[str, ...] = ""
     """The column (or columns) that the loss compares with; empty = `data.label`."""
     weight: PositiveFloat = 1.0
@@ -83,9 +84,15 @@ class LossConfig(Section):
     quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = (0.5,)
     """quantile: those that the last axis of the output predicts."""
     alpha: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.25
-    """focal: the weight of positive labels, 1 - alpha that of negative ones; below 0 = none."""
+    """focal and set_classes: the weight of positive labels, 1 - alpha that of negative ones; below 0 = none."""
     gamma: NonNegativeFloat = 2.0
-    """focal: how much less labels count that are predicted well."""
+    """focal and set_classes: how much less labels count that are predicted well."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """set_classes, set_l1, set_giou: how class scores are read, which decides how boxes are assigned, too: `softmax`
+    over the classes and one for no object, which is the last (DETR, YOLOS), or a `sigmoid` for each class, with the
+    focal loss (Deformable DETR)."""
+    num_queries: NonNegativeInt = 0
+    """set_classes: the boxes that the model predicts for each image; 0 = as its file says."""
     smooth: NonNegativeFloat = 1.0
     """dice: added to the overlap and to the sizes, so that classes that are absent have no loss."""
     blank: NonNegativeInt = 0
@@ -113,6 +120,11 @@ class LossConfig(Section):
     def is_own(self) -> bool:
         """Whether the loss is a function or an ONNX file of the user's."""
         return self.rule.labels == "own"
+
+    @property
+    def takes_boxes(self) -> bool:
+        """Whether the labels may be the boxes of an image, of any number."""
+        return self.is_own or self.rule.labels == "objects"
 
     @property
     def named(self) -> NamedFile:
@@ -264,12 +276,15 @@ def with_outputs(model: ModelConfig, losses: Sequence[LossConfig]) -> ModelConfi
 def titles(losses: Sequence[LossConfig], output_names: Sequence[str] = ()) -> list[str]:
     """Return what metrics of each loss are named after: its output, and its name where several losses read the output.
 
+    Of a loss that reads several outputs it is its name alone.
+
     output_names: those of the graph, for a loss that reads the first one without naming it.
     """
     first = output_names[0] if output_names else "first"
     outputs = []
     for loss in losses:
-        outputs.append("+".join(output or first for output in loss.outputs))
+        # MLflow's names may not have a + between outputs
+        outputs.append((loss.outputs[0] or first) if len(loss.outputs) == 1 else loss.name)
     names = [
         output if outputs.count(output) == 1 else f"{output}/{loss.name}"
         for output, loss in zip(outputs, losses, strict=True)

@@ -12,6 +12,7 @@ A metric reads the output and the labels of a loss as the loss does, and which m
     values     numbers: mae, rmse, r2, ...
     quantiles  several predicted quantiles of a number: pinball, coverage
     boxes      boxes (x1, y1, x2, y2): box_iou
+    objects    a set of boxes with class scores, for any number of objects: map, map_50
     sequences  scores of symbols at each time step, and shorter sequences of symbols: word_error_rate
     pairs      two embeddings of each row, alike or not: auroc of their similarity, pair_accuracy
     triplets   three embeddings of each row: triplet_accuracy
@@ -26,7 +27,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Task = Literal["classes", "labels", "values", "quantiles", "boxes", "sequences", "pairs", "triplets", "matches"]
+Task = Literal[
+    "classes", "labels", "values", "quantiles", "boxes", "objects", "sequences", "pairs", "triplets", "matches"
+]  # fmt: skip
 
 FILE_TASKS: Mapping[str, tuple[Task, ...]] = {"int64": ("classes",), "float32": ("values", "labels")}
 """`loss.label_type` of a loss of your own -> what it compares. Of numbers the name of the metric decides."""
@@ -162,6 +165,18 @@ METRICS: Mapping[str, Metric] = {
         ("quantile",),
     ),
     "box_iou": Metric("mean over the boxes of the intersection over the union with the label", ("boxes",), "greatest"),
+    "map": Metric(
+        "mean average precision of COCO, over intersections over unions of 0.50 to 0.95",
+        ("objects",),
+        "greatest",
+        library="MeanAveragePrecision",
+    ),
+    "map_50": Metric(
+        "the same at an intersection over union of 0.50",
+        ("objects",),
+        "greatest",
+        library="MeanAveragePrecision",
+    ),
     "pair_accuracy": Metric(
         "share of pairs whose cosine similarity is above the middle of loss.margin and 1 where they are alike, and not "
         "above it where they are not",

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onward.trainer.config.losses import LossConfig
+import numpy as np
+
+from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.config.sections.data import DataConfig
@@ -15,6 +17,11 @@ from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.scores_read import with_scores
 from onward.trainer.data.tables.column_patterns import as_tuple, expanded, is_pattern, matching
 from onward.trainer.data.tables.table_columns import INDICATOR
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+
+UNSAID_LENGTH = 64
+"""Of an axis that a file leaves open, where any length will do."""
 
 
 def completed(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
@@ -27,13 +34,61 @@ def completed(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
 
 
 def with_inputs(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
-    """Return the configuration with what feeds the inputs: columns in place of patterns, and the input of audio.
+    """Return the configuration with what feeds the inputs, columns in place of patterns and the input of audio, and
+    with the number of queries of a loss of sets.
 
     local: as in `completed`, and so are the errors.
     """
     local = local or config
+    entries = with_queries(config.loss, config.losses, local.model)
+    if entries != config.loss:
+        config = config.model_copy(update={"loss": entries})
     data = with_audio_input(with_columns(config.data, config.loss, local.data), local.model)
     return config if data is config.data else config.model_copy(update={"data": data})
+
+
+def with_queries(
+    given: tuple[LossConfig, ...], losses: Sequence[LossConfig], model: ModelConfig
+) -> tuple[LossConfig, ...]:
+    """Return [loss] with the number of queries of losses of sets, as the file says it.
+
+    given, losses: as in the configuration, and filled in. model: with local copies in place of URLs. Raises ConfigError
+    where the file leaves it open.
+    """
+    entries = list(given)
+    for place, loss in enumerate(losses):
+        needs_it = loss.name == "set_classes" and loss.scores == "softmax"
+        if not needs_it or loss.num_queries:
+            continue
+        queries = _queries(model, loss.outputs[0])
+        if not queries:
+            raise ConfigError(
+                f"the file does not say how many boxes {loss.outputs[0] or 'its first output'} predicts for an image; "
+                f"set {key_of(losses, place, 'num_queries')}, such as 100"
+            )
+        # the short form of one loss has no entry
+        entries = entries or [LossConfig()]
+        entries[place] = entries[place].model_copy(update={"num_queries": queries})
+    return tuple(entries)
+
+
+def _queries(model: ModelConfig, name: str) -> int | None:
+    """Return the length of axis 1 of an output [batch, queries, classes], which exporters rarely declare; None where
+    the file neither says nor computes it."""
+    signature = read_training_signature(model)
+    output = signature.output(name)
+    dims = (output.shape if output else None) or ()
+    if len(dims) == 3 and dims[1]:
+        return dims[1]
+    feeds = {}
+    for info in signature.inputs:
+        sample = info.sample_shape or ()
+        feeds[info.name] = np.zeros([1, *(dim or UNSAID_LENGTH for dim in sample)], info.dtype)
+    try:
+        found = open_session(model.path).run([output.name if output else name], feeds)[0]
+    except Exception:  # onnxruntime's errors have no common base, and others report a file that it does not run
+        return None
+    return int(found.shape[1]) if found.ndim == 3 else None
 
 
 def with_columns(data: DataConfig, loss: Sequence[LossConfig], local: DataConfig) -> DataConfig:

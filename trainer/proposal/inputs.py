@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 from onward.trainer.config.sections.data import DataConfig
@@ -28,10 +27,11 @@ from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.misfits import remedy
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.series_windows import AHEAD
-from onward.trainer.data.reading.source_kinds import TEXT_SUFFIXES, boxes_found
+from onward.trainer.data.reading.source_kinds import TEXT_SUFFIXES
 from onward.trainer.data.schema.columns import TEXT
 from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.proposal.box_places import IMAGE_FOLDERS, MASK_FOLDERS, box_place, boxes_of_source
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.source_summary import Facts
 from onward.trainer.quantities import shown_shape
@@ -43,10 +43,6 @@ TRAINING, EVALUATION, TEST = (
     ("test",),
 )
 """Names of folders and files that are taken for the splits of a data set."""
-MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "segmentation")
-IMAGE_FOLDERS = ("images", "image", "imgs", "img")
-MOST_LISTED = 20_000
-"""Files among which labels of object detection are looked for."""
 LABEL_INPUTS = (*LABELS, "targets")
 ROW_NUMBERS = ("", "id", "index", "row", "row_id", "Unnamed: 0", "__index_level_0__")
 """Names of columns that only number the rows."""
@@ -62,7 +58,7 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
     training = evaluation = test = None
     if given not in BUNDLED_SOURCES and not path.exists() and not set(given) & set("*?["):
         raise DataError(f"there is no file or directory {given}")
-    if takes_images and not draft.is_given("data.label") and (boxes := _boxes(path)):
+    if takes_images and not _has_boxes(draft, path) and (boxes := boxes_of_source(path)):
         raise DataError(f"{given}: {boxes}; data.label=... leaves the boxes aside")
     if path.is_dir():
         training, evaluation, test = _splits(path)
@@ -91,6 +87,13 @@ def propose_source(draft: Draft, given: str, *, takes_images: bool) -> None:
         _propose_images(draft, source)
 
 
+def _has_boxes(draft: Draft, path: Path) -> bool:
+    """Return whether the boxes of a folder of images are known, or its label is another one."""
+    if draft.is_given("data.label") or draft.is_given("data.image.boxes"):
+        return True
+    return path.is_dir() and bool(box_place(_images_in(path)))
+
+
 def _splits(folder: Path) -> list[Path | None]:
     """Return what a folder has for training, for evaluation and for a test."""
     entries = {entry.stem.lower(): entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")}
@@ -111,23 +114,6 @@ def _images_in(folder: Path) -> Path:
     return folder
 
 
-def _boxes(path: Path) -> str:
-    """Return which labels of object detection a source has, in itself or, of a folder of images, beside it."""
-    roots = [path]
-    if path.name.lower() in IMAGE_FOLDERS:
-        roots += [path.parent / name for name in MASK_FOLDERS]
-    files = (file for root in roots for file in _files_of(root))
-    return boxes_found(islice(files, MOST_LISTED))
-
-
-def _files_of(path: Path) -> Iterator[Path]:
-    """Yield a file itself, or the files below a folder, lazily: of a large one only the first are looked at."""
-    if path.is_file():
-        yield path
-    else:
-        yield from (file for file in path.rglob("*") if file.is_file())
-
-
 def _format(source: str, **tables: ImageConfig) -> str:
     try:
         return sources.locate(source, DataConfig.model_validate({"source": source, **tables})).format
@@ -146,10 +132,15 @@ def _glob_of_texts(folder: Path) -> str:
 def _propose_images(draft: Draft, source: str) -> None:
     """Propose [data.image] for image files that are the source themselves."""
     mask_folder = _mask_folder(Path(source))
-    image = ImageConfig(mask_folder=mask_folder)
+    boxes = str(draft.value("data.image.boxes", "" if draft.is_given("data.label") else box_place(Path(source))))
+    image = ImageConfig(mask_folder=mask_folder, boxes=boxes)
     if not holds_images(_format(source, image=image)):
         return
     draft.set("data.image", {}, "the model takes images, and these are image files")
+    if boxes:
+        draft.set("data.image.boxes", boxes, "the boxes of these images")
+        draft.set("data.image.resize", "stretch", "a crop would cut off objects")
+        return
     if mask_folder:
         draft.set("data.image.mask_folder", mask_folder, "its files have the names of the images")
 

@@ -136,7 +136,10 @@ def read_facts(data: DataConfig) -> Facts:
     """Read the columns of a source and its first rows. Raises DataError for a source without rows."""
     source = sources.locate(data.source, data)
     schema = infer_schema(data)
+    # boxes are neither texts nor numbers, and are looked at where they are read
+    boxes = data.image.box_column if data.image else ""
     small = [name for name, column in schema.items() if _has_small_cells(column)]
+    small = [name for name in small if name != boxes]
     texts = [name for name in small if schema[name].dtype == TEXT]
     parts: dict[str, list[Values]] = {name: [] for name in small}
     missing = dict.fromkeys(small, 0)

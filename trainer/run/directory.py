@@ -21,7 +21,7 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
         quantized/              the model with QuantizeLinear, quantized.json (Quantized)  configure
         networks.json           Networks: by which networks the hosts of the hostfile reach each other, and which have a
                                 home of their own    init runtime, train
-        own-home                exists in the copy of such a host (trainer/attempt/own_home.py)    train
+        own_home                exists in the copy of such a host (trainer/attempt/own_home.py)    train
         preflight/              preflight.log, one RankReport per rank          init runtime
         job.json                the newest job: its tag, command and start time (infra/job/job.py)
         shards/manifest.json    ShardManifest (a link into the shard cache)     shard data
@@ -89,8 +89,6 @@ from onward.trainer.run.records import RankError, read_record
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
 from onward.trainer.run.validation import first_problem
 
-OWN_HOME = "own-home"
-"""A file in a run directory that this host does not share with the head host (trainer/attempt/own_home.py)."""
 _CLOSED: set[Path] = set()
 """Runs whose log this process has closed: the tasks that wait for that are its threads, and the disk may be full."""
 
@@ -152,6 +150,10 @@ class RunDir:
     @property
     def networks(self) -> Path:
         return self.root / "networks.json"
+
+    @property
+    def own_home(self) -> Path:
+        return self.root / "own_home"
 
     @property
     def shards(self) -> Path:

@@ -15,7 +15,7 @@ from onward.trainer.attempt.own_home import RECORDS, HostInputs, bring
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.storage.opened_shards import open_shards
-from onward.trainer.run.directory import OWN_HOME, RunDir, read_config
+from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.records import read_record
 from onward.trainer.run.remote.stored_run import Sending, record_in
 from tests.support.s3_server import s3_server
@@ -58,7 +58,7 @@ def test_a_host_gets_what_ranks_read_and_the_second_time_only_what_changed(wante
     first = bring(wanted)
     assert first.problems == ()
     run = RunDir(wanted.run)
-    assert (run.root / OWN_HOME).exists()
+    assert run.own_home.exists()
     assert run.current_attempt == 3
     config = read_config(run)
     assert config.model.path.is_relative_to(run.root / "inputs")

@@ -24,10 +24,10 @@ def least_lengths(columns: Iterable[str], losses: Sequence[LossConfig], inputs: 
     """Return for each column how long its rows are in a batch, at least.
 
     Rows that are all empty get one value of padding. The labels of a loss of a file stay without values: only the user
-    knows how many belong to a target.
+    knows how many belong to a target. So do boxes, of which each has several.
     """
-    of_own_losses = [loss for loss in losses if loss.is_own]
-    may_be_empty = {name for loss in of_own_losses for name in loss.columns}
+    of_any_number = [loss for loss in losses if loss.takes_boxes]
+    may_be_empty = {name for loss in of_any_number for name in loss.columns}
     # a column that feeds an input, too, must not be empty: the graph gets at least one value of it
     may_be_empty -= {name for feed in inputs for name in feed.columns}
     return {name: int(name not in may_be_empty) for name in columns}

@@ -2,7 +2,7 @@
 
 cells        [("dog", 30, 20, 90, 80), ("cat", ...)]  +  the image, 640 x 480
 shards       640 480 | 1 30 20 90 80 0 | 0 ...             as data/schema/box_cells.py describes
-batch        1 15 10 45 40 0 | 0 ... | -1 -1 -1 ...        in pixels of the input, padded to the row with the most boxes
+batch        1 .05 .04 .14 .17 0 | 0 ... | -1 -1 ...       in shares of the input, padded to the row with the most boxes
 """
 
 from __future__ import annotations
@@ -146,3 +146,11 @@ def fitted_boxes(row: Array, size: Size, config: ImageConfig) -> Array:
         boxes[:, (1, 3)] = boxes[:, (1, 3)] * (columns / width) - left
         boxes[:, (2, 4)] = boxes[:, (2, 4)] * (rows / height) - top
     return boxes
+
+
+def in_shares(boxes: Array, size: Size) -> Array:
+    """Return boxes [n, 6] in shares of an image of `size`, of boxes in its pixels."""
+    height, width = size
+    found = boxes.copy()
+    found[:, 1:5] /= np.array([width, height, width, height], np.float32)
+    return found

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
-from onward.trainer.data.images.box_columns import fitted_boxes
+from onward.trainer.data.images.box_columns import fitted_boxes, in_shares
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.data.images.image_computer import pixels_of
 from onward.trainer.data.images.image_decoding import decode_image, decode_mask
@@ -94,7 +94,7 @@ class ImageBatches:
             for number, column in enumerate(masks):
                 results[column] = np.stack([found[number] for _, found, _ in made]).astype(np.int64)
             for number, column in enumerate(boxes):
-                results[column] = [found[number].ravel() for _, _, found in made]
+                results[column] = [in_shares(found[number], info.size).ravel() for _, _, found in made]
         return results
 
     @property

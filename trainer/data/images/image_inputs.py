@@ -274,10 +274,10 @@ def box_column(data: DataConfig, losses: Sequence[LossConfig]) -> str:
         problems.append(
             f"no loss reads the boxes in column {name!r}, but {labels or 'none'}; set data.label = {name!r}"
         )
-    if wrong := [loss.name for loss in readers if not loss.is_own]:
+    if wrong := [loss.name for loss in readers if not loss.takes_boxes]:
         problems.append(
-            f"loss {', '.join(wrong)} does not assign boxes to the outputs of a model; write a loss of your own, which "
-            "gets them as [B, boxes x 6] (docs/how-to/own-loss.md#boxes)"
+            f"loss {', '.join(wrong)} does not assign boxes to the outputs of a model; use set_classes, set_l1 and "
+            "set_giou, or a loss of your own, which gets them as [B, boxes x 6] (docs/how-to/detect-objects.md)"
         )
     if image.resize == "crop":
         problems.append(

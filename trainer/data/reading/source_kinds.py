@@ -1,7 +1,7 @@
 """Name the kinds of files in a source by their endings, with the setting that reads each kind, or the way out.
 
 494 .wav                         audio; a table [data.audio] makes Onward decode them
-annotations.json with "bbox"     boxes of object detection, which no loss of Onward assigns to outputs
+annotations.json with "bbox"     boxes of object detection, whose images are the source
 3 .mp4                           video; save its frames as images
 """
 
@@ -26,6 +26,7 @@ MOST_OPENED = 3
 HEAD_BYTES = 1 << 16
 """Bytes that are read at the beginning and at the end of such a file."""
 PAGE = "docs/how-to/what-it-does-not-train.md"
+BOX_PAGE = "docs/how-to/detect-objects.md"
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def boxes_found(paths: Iterable[Path]) -> str:
         name, pattern = BOX_LABELS[suffix]
         if all(re.search(each, _ends(path), re.M) for each in pattern):
             return (
-                f"{path.name} holds boxes of object detection ({name}), and Onward has no loss that assigns boxes to "
-                f"the outputs of a detector; {PAGE} says what can be done"
+                f"{path.name} holds boxes of object detection ({name}): data.source is the folder of images, and "
+                f"data.image.boxes names the boxes; {BOX_PAGE} says which detectors are trained"
             )
     return ""
 

@@ -6,7 +6,7 @@
     row      width, height, and for each box six numbers: class, x1, y1, x2, y2, flag
 
 Width and height are those of the image as it is shown, and corners are in its pixels, from the left and from the top.
-In a batch boxes are in the pixels of the model's input, without width and height; rows are padded with -1: no class.
+In a batch corners are shares of the model's input, without width and height; rows are padded with -1: no class.
 """
 
 from __future__ import annotations

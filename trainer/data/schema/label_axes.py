@@ -35,7 +35,7 @@ def label_shape(loss: LossConfig, output: Dims) -> Dims | None:
     own, and of classes that may be on several axes.
     """
     labels = loss.rule.labels
-    if labels == "own":
+    if labels in ("own", "objects"):
         return None
     if labels == "rows":
         return output[:1]
@@ -123,6 +123,9 @@ def check_axes(
     if loss.is_own or loss.rule.by_graph:
         return
     output = outputs[0]
+    if loss.rule.labels == "objects":
+        _check_sets(loss, outputs, names)
+        return
     if any(other != output for other in outputs[1:]):
         shown = ", ".join(f"{name!r} {shown_shape(each)}" for name, each in zip(names, outputs, strict=True))
         raise ConfigError(
@@ -135,6 +138,18 @@ def check_axes(
         return
     if problem := _problem(loss, output, labels):
         raise ConfigError(_refusal(loss, output, labels, names[0], problem))
+
+
+def _check_sets(loss: LossConfig, outputs: Sequence[Dims], names: Sequence[str]) -> None:
+    """Raise ConfigError unless outputs are the scores [B, Q, C] and the boxes [B, Q, 4] of queries."""
+    scores, boxes = outputs
+    # the class scores may have any length
+    if not fits(scores[:2], boxes[:2]) or [len(scores), *boxes[2:]] not in ([3, 4], [3, None]):
+        shown = " and ".join(f"{name!r} {shown_shape(each)}" for name, each in zip(names, outputs, strict=True))
+        raise ConfigError(
+            f"the loss {loss.name!r} reads class scores [batch, queries, classes] and boxes [batch, queries, 4], in "
+            f"this order, but loss.output names {shown}"
+        )
 
 
 def check_elements(loss: LossConfig, output: Dims, labels: Dims, *, name: str) -> None:

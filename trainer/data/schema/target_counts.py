@@ -13,10 +13,13 @@ from torch import Tensor
 
 from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.allowed_code import load_function
 
 NO_LABELS = (0, 0)
+NO_OBJECT_WEIGHT = 0.1
+"""Of the class "no object" in set_classes with softmax, as in DETR."""
 TargetCounter = Callable[[Tensor | None, int], float | Tensor]
 """(labels [B, ...], B) -> the number of targets that enter the loss of B samples."""
 
@@ -99,6 +102,8 @@ def count_targets(labels: Tensor | None, size: int, loss: LossConfig) -> float |
         return size
     if rule.labels == "boxes":
         return labels.numel() // 4
+    if rule.labels == "objects":
+        return _counted_objects(labels, size, loss)
     if rule.labels == "quantiles":
         return labels.numel() * len(loss.quantiles)
     if rule.labels != "classes":
@@ -112,6 +117,16 @@ def count_targets(labels: Tensor | None, size: int, loss: LossConfig) -> float |
     weights = torch.tensor(loss.class_weights, device=labels.device)
     known = counted & (labels >= 0) & (labels < len(weights))  # `check_labels` refuses the others
     return torch.where(known, weights[torch.where(known, labels, 0)], 0.0).sum(dtype=torch.float64)
+
+
+def _counted_objects(labels: Tensor, size: int, loss: LossConfig) -> Tensor:
+    """Return the objects that are trained on; of set_classes with softmax the weights of all queries."""
+    boxes = labels.reshape(len(labels), -1, BOX_NUMBERS)
+    counted = ((boxes[..., 0] >= 0) & (boxes[..., 5] == COUNTED)).sum(dtype=torch.float64)
+    if loss.name != "set_classes" or loss.scores == "sigmoid":
+        return counted
+    assert loss.num_queries, "the file says it, or the configuration"
+    return counted + NO_OBJECT_WEIGHT * (size * loss.num_queries - counted)
 
 
 def soft_axis(loss: LossConfig, rank: int) -> int:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.target_counts import without_lengths
+from onward.trainer.model.losses import set_prediction
 from onward.trainer.model.losses.gathered_rows import gathered_rows
 
 
@@ -61,6 +62,8 @@ class LossInputs:
 
 Formula = Callable[[LossInputs], Tensor]
 """Return the loss summed over the targets that count, a scalar."""
+SetFormula = Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]
+"""The same of class scores [B, Q, C], boxes [B, Q, 4] and labels [B, objects x 6]."""
 
 
 def as_rows(values: Tensor, axis: int) -> Tensor:
@@ -251,6 +254,19 @@ def output(x: LossInputs) -> Tensor:
     return x.output.mean() * x.size
 
 
+def of_set(formula: SetFormula) -> Formula:
+    """Return a loss of set predictions as a formula; of a padding micro-batch it is 0."""
+
+    def of_inputs(x: LossInputs) -> Tensor:
+        scores, boxes = x.outputs
+        if not x.size or x.given is None:
+            return 0.0 * (scores.sum() + boxes.sum())
+        # a query may have no object: both outputs are always a part of the loss
+        return formula(scores, boxes, x.labels, x.loss) + 0.0 * (scores.sum() + boxes.sum())
+
+    return of_inputs
+
+
 FORMULAS: Mapping[str, Formula] = {
     "cross_entropy": cross_entropy,
     "mse": mse,
@@ -266,5 +282,8 @@ FORMULAS: Mapping[str, Formula] = {
     "cosine": cosine,
     "triplet": triplet,
     "info_nce": info_nce,
+    "set_classes": of_set(set_prediction.set_classes),
+    "set_l1": of_set(set_prediction.set_l1),
+    "set_giou": of_set(set_prediction.set_giou),
 }
 """Loss -> its formula; that of `file` is the user's (loss_file.py)."""

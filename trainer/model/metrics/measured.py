@@ -13,6 +13,7 @@ from torch import Tensor
 from onward.trainer.config.metric_names import Task
 from onward.trainer.data.schema.target_counts import without_lengths
 from onward.trainer.errors import DataError
+from onward.trainer.model.losses import set_prediction
 from onward.trainer.model.losses.loss import Loss
 from onward.trainer.model.losses.loss_formulas import as_rows, quantile_rows
 
@@ -151,6 +152,12 @@ class Measured:
         """Every output that the loss reads, fp32 [rows, D]."""
         assert not isinstance(self._outputs, Tensor)
         return [self._outputs[place].float() for place in self._loss.indices]
+
+    @cached_property
+    def objects(self) -> tuple[Sequence[Tensor], Tensor]:
+        """What was found in each image, class, score, x1, y1, x2, y2 [n, 6], and the labels [B, objects x 6]."""
+        scores, boxes = self.embeddings
+        return set_prediction.detections(scores, boxes, self.config), self._labels
 
     @cached_property
     def boxes(self) -> tuple[Tensor, Tensor]:

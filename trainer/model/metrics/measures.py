@@ -23,6 +23,7 @@ from onward.trainer.config.metric_names import Task
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.loss_formulas import box_overlaps
+from onward.trainer.model.metrics.mean_precision import MeanPrecision
 from onward.trainer.model.metrics.measured import Measured
 
 Counts = list[list[int]] | list[list[list[int]]]
@@ -298,7 +299,7 @@ CONFUSIONS: dict[Task, type[Confusion | LabelConfusion]] = {"classes": Confusion
 """What is measured -> what counts right and wrong predictions, where there are few classes or labels."""
 
 
-OWN: dict[str, type[SumMeasure | Retrieval]] = {
+OWN: dict[str, type[SumMeasure | Retrieval | MeanPrecision]] = {
     "accuracy": Accuracy,
     "top_k": TopK,
     "perplexity": CrossEntropy,
@@ -314,5 +315,7 @@ OWN: dict[str, type[SumMeasure | Retrieval]] = {
     "pair_accuracy": PairAccuracy,
     "triplet_accuracy": TripletAccuracy,
     "retrieval_accuracy": Retrieval,
+    "map": MeanPrecision,
+    "map_50": MeanPrecision,
 }
 """Metric -> what computes it; all others are of torchmetrics (library_measure.py)."""

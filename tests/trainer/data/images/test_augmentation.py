@@ -46,7 +46,7 @@ def test_each_augmentation_is_torchvisions_in_threads_and_leaves_the_global_gene
 
     def own(seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        changed, _ = augmentation.change_image(image, [], generator)
+        changed, _, _ = augmentation.change_image(image, [], [], generator)
         return augmentation.change_tensor(floats(changed), generator)
 
     before = torch.get_rng_state()
@@ -73,12 +73,13 @@ def test_masks_follow_their_images_and_the_borders_of_crops_are_ignored() -> Non
     changed = 0
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
-        image, (found,) = Augmentation(plain, (24, 24), -7).change_image(Image.fromarray(pixels), [mask], generator)
+        geometry = Augmentation(plain, (24, 24), -7)
+        image, (found,), _ = geometry.change_image(Image.fromarray(pixels), [mask], [], generator)
         values = np.asarray(image).astype(np.int16)
         inside = found != -7
         np.testing.assert_array_equal(found[inside], (values[:, :, 0] * 256 + values[:, :, 1])[inside])
         changed += not np.array_equal(found, mask)
-        assert augmentation.change_image(Image.fromarray(pixels), [mask], generator)[1][0].shape == (24, 24)
+        assert augmentation.change_image(Image.fromarray(pixels), [mask], [], generator)[1][0].shape == (24, 24)
     assert changed
 
 

@@ -151,10 +151,10 @@ def taken(found: Batches, steps: int = 2) -> list[Batch]:
 
 
 def boxes_in(batch: Batch, at: int) -> np.ndarray[Any, Any]:
-    """The boxes of a sample, without padding."""
+    """The boxes of a sample in pixels of the input, without padding."""
     assert batch.labels[0] is not None
     boxes = batch.labels[0][at].reshape(-1, BOX_NUMBERS).numpy()
-    return boxes[boxes[:, 0] >= 0]
+    return boxes[boxes[:, 0] >= 0] * np.array([1, SIZE, SIZE, SIZE, SIZE, 1], np.float32)
 
 
 def drawn_in(pixels: torch.Tensor, name: str, around: np.ndarray[Any, Any]) -> tuple[float, ...]:

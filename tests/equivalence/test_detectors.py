@@ -1,0 +1,164 @@
+"""A detector that predicts a set of boxes trains alike on every layout, killed and resumed, and its mAP is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.sections.metrics import MetricConfig
+from onward.trainer.data.batches.batches import one_batch
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.storage.opened_shards import open_shards
+from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.events import read_events
+from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.losses.set_prediction import detections
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
+from onward.trainer.model.metrics.library_measure import import_torchmetrics
+from onward.trainer.onnx_graph.node_builder import GraphWriter
+from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.run.directory import RunDir, read_config
+from tests.support.ranks import run_ranks
+from tests.support.runs import assert_equal_bits, final_tensors, make_run, train_run, train_until
+from tests.trainer.data.images.test_boxes import annotate, pictures
+
+pytestmark = pytest.mark.mpi
+LOSSES = [
+    {"name": "set_classes", "output": ["logits", "found"], "num_queries": 6},
+    {"name": "set_l1", "output": ["logits", "found"], "weight": 5.0},
+    {"name": "set_giou", "output": ["logits", "found"], "weight": 2.0},
+]
+
+
+def set_model(size: int = 48, queries: int = 6, classes: int = 2) -> onnx.ModelProto:
+    """Convolution, hidden layer, two heads: `image` -> logits [batch, Q, C + 1], found [B, Q, 4]."""
+    g = GraphWriter("set model")
+    x = g.input("image", ("batch", 3, size, size))
+    x = g.op("Relu", g.op("Conv", x, g.weight("w1", g.normal(0.1, 8, 3, 8, 8)), kernel_shape=[8, 8], strides=[8, 8]))
+    inner = 8 * (size // 8) ** 2
+    x = g.op("Relu", g.op("MatMul", g.op("Flatten", x), g.weight("w2", g.normal(0.1, inner, 32))))
+    scores = g.op("MatMul", x, g.weight("w3", g.normal(0.2, 32, queries * (classes + 1))))
+    corners = g.op("MatMul", x, g.weight("w4", g.normal(0.2, 32, queries * 4)))
+    of_scores, of_corners = g.weight("shape1", [-1, queries, classes + 1]), g.weight("shape2", [-1, queries, 4])
+    g.output(g.op("Reshape", scores, of_scores, outputs="logits"), ("batch", queries, classes + 1))
+    g.output(g.op("Sigmoid", g.op("Reshape", corners, of_corners), outputs="found"), ("batch", queries, 4))
+    return g.model()
+
+
+def detector_run(folder: Path, data: Path, *, image: dict[str, Any] | None = None, **settings: Any) -> RunDir:
+    source = {"source": str(data / "images"), "label": "boxes", "evaluation_fraction": 0.3}
+    boxes = {"boxes": "../annotations.json", "resize": "stretch", "augment": {"flip": (0.5, 0.5)}, **(image or {})}
+    return make_run(
+        folder,
+        set_model(),
+        {},
+        data={**source, "image": boxes},
+        loss=LOSSES,
+        metrics=["map", "map_50"],
+        train={"num_steps": 12, "global_batch_size": 8, "evaluation_period": 6},
+        checkpoint={"period": 4},
+        optimizer={"name": "adamw", "learning_rate": 3e-3},
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("boxes")
+    annotate(folder, pictures(folder, 40))
+    return folder
+
+
+def evaluations(run: RunDir) -> list[dict[str, float]]:
+    return [dict(event.values) for event, _ in read_events(run.events) if event.kind == "evaluation"]
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run = detector_run(tmp_path_factory.mktemp("alone"), data)
+    train_run(run)
+    return run
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"data": 2}, {"data": 2, "zero": 3}, pytest.param({"pipeline": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_every_layout_trains_what_one_rank_trains_with_the_same_map(
+    parallel: dict[str, int], data: Path, alone: RunDir, tmp_path: Path
+) -> None:
+    run = detector_run(tmp_path, data, parallel=parallel)
+    train_run(run)
+    wanted = final_tensors(alone)
+    for name, value in final_tensors(run).items():
+        np.testing.assert_allclose(value, wanted[name], rtol=2e-4, atol=2e-5, err_msg=name)
+    for found, expected in zip(evaluations(run), evaluations(alone), strict=True):
+        assert found.keys() == expected.keys()
+        for name, number in found.items():
+            assert number == pytest.approx(expected[name], rel=2e-3, abs=2e-4), name
+
+
+def test_killed_and_resumed_it_has_the_same_bits(data: Path, alone: RunDir, tmp_path: Path) -> None:
+    run = detector_run(tmp_path, data)
+    train_until(run, ("checkpoint", 8), rank=0)
+    train_run(run)
+    assert_equal_bits(final_tensors(run), final_tensors(alone))
+
+
+def test_the_precision_is_that_of_pycocotools_on_all_images(alone: RunDir) -> None:
+    import_torchmetrics()
+    from torchmetrics.detection import MeanAveragePrecision
+
+    config = read_config(alone)
+    rows = open_shards(alone.shards, "evaluation")
+    batch = one_batch(rows, config, read_training_signature(config.model), np.arange(rows.num_rows))
+    module = to_module(load_model(config.model.path)).eval()
+    with torch.no_grad():
+        scores, boxes = module(*batch.inputs)
+    labels = batch.labels[0]
+    assert labels is not None
+    measured = MeanAveragePrecision(backend="pycocotools")
+    for found, own in zip(detections(scores, boxes, config.losses[0]), labels.reshape(len(labels), -1, 6), strict=True):
+        there = own[own[:, 0] >= 0]
+        measured.update(
+            [{"labels": found[:, 0].long(), "scores": found[:, 1], "boxes": found[:, 2:]}],
+            [{"labels": there[:, 0].long(), "boxes": there[:, 1:5]}],
+        )
+    wanted = measured.compute()
+    first = evaluations(alone)[0]
+    assert first["evaluation/set_classes/map"] == pytest.approx(float(wanted["map"]), abs=1e-6)
+    assert first["evaluation/set_classes/map_50"] == pytest.approx(float(wanted["map_50"]), abs=1e-6)
+
+
+def precision(mpi: MPIContext) -> list[float]:
+    """The precision of a few images of a made-up detector; ranks have different numbers of them."""
+    random = torch.Generator().manual_seed(0)
+    scores, boxes = torch.randn(9, 5, 4, generator=random), torch.rand(9, 5, 4, generator=random)
+    labels = torch.full((9, 3, 6), -1.0)
+    for image in range(8):
+        first = torch.rand(2, 2, generator=random) * 0.5
+        classes = torch.tensor([[image % 3.0], [1.0]])
+        labels[image, :2] = torch.cat([classes, first, first + 0.4, torch.zeros(2, 1)], 1)
+        boxes[image, 0] = torch.cat([first[0] + 0.22, torch.tensor([0.4, 0.38])])
+        scores[image, 0, image % 3] = 4.0
+    loss = LossConfig(name="set_classes", output=("logits", "boxes"), num_queries=5, ignore_index=-100, label="b")
+    metrics = [MetricConfig(name="map"), MetricConfig(name="map_50")]
+    measured = EvaluationMetrics(Losses([loss], ["logits", "boxes"]), metrics, device=torch.device("cpu"))
+    for image in range(mpi.rank, 9, mpi.world_size):
+        own = slice(image, image + 1)
+        measured.update([scores[own], boxes[own]], [labels[own].flatten(1)], 1)
+    values = measured.compute()
+    return [values["loss"], values["map"], values["map_50"]]
+
+
+def test_all_ranks_have_the_precision_of_one() -> None:
+    [one] = run_ranks(1, "tests.equivalence.test_detectors:precision")
+    three = run_ranks(3, "tests.equivalence.test_detectors:precision")
+    for found in three:
+        assert found == pytest.approx(one, rel=1e-9)
+    assert one[2] > 0.3

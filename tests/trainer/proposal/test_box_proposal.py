@@ -1,0 +1,67 @@
+"""`onward init` finds the boxes beside a folder of images, and the losses that fit the outputs of the model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+import onward
+from onward.trainer.config.loading import load_config
+from onward.trainer.config.run_config import RunConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.proposal.box_places import box_place
+from tests.equivalence.test_detectors import set_model
+from tests.trainer.data.images.test_boxes import annotate, detector, pictures
+
+
+def proposed(folder: Path, model: onnx.ModelProto, **settings: Any) -> RunConfig:
+    onnx.save(model, folder / "model.onnx")
+    shutil.rmtree(folder / "labels")
+    onward.init(folder / "model.onnx", folder / "images", settings, output=folder / "new.toml", steps=0, force=True)
+    return load_config(folder / "new.toml")
+
+
+@pytest.mark.parametrize("kind", ["annotations.json", "labels", "xml"])
+def test_the_boxes_beside_the_images_are_found(kind: str, tmp_path: Path) -> None:
+    annotate(tmp_path, pictures(tmp_path))
+    (tmp_path / "xml").rename(tmp_path / "Annotations")
+    kept = {"annotations.json": "annotations.json", "labels": "labels", "xml": "Annotations"}[kind]
+    for name in {"annotations.json", "labels", "Annotations"} - {kept}:
+        (tmp_path / name).rename(tmp_path.parent / f"{tmp_path.name}-{name}")
+    assert box_place(tmp_path / "images") == f"../{kept}"
+
+
+def test_folders_of_splits_beside_each_other_are_found(tmp_path: Path) -> None:
+    annotate(tmp_path, pictures(tmp_path))
+    for name in ("images", "labels"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / name).rename(tmp_path / "data" / name / "train")
+    assert box_place(tmp_path / "data" / "images" / "train") == "../../labels/{source}"
+
+
+@pytest.mark.parametrize(("classes", "scores"), [(2, "softmax"), (1, "sigmoid")])
+def test_the_losses_of_a_set_are_proposed_with_their_reasons(classes: int, scores: str, tmp_path: Path) -> None:
+    annotate(tmp_path, pictures(tmp_path))
+    config = proposed(tmp_path, set_model(classes=classes))
+    assert [loss.name for loss in config.losses] == ["set_classes", "set_l1", "set_giou"]
+    assert {loss.outputs for loss in config.losses} == {("logits", "found")}
+    assert [loss.weight for loss in config.losses] == [1.0, 5.0, 2.0]
+    # as many scores as classes leave none for no object
+    assert {loss.scores for loss in config.losses} == {scores}
+    assert config.data.image is not None
+    assert (config.data.image.boxes, config.data.image.resize) == ("../annotations.json", "stretch")
+    assert (config.data.label, config.data.bad_rows) == ("boxes", "fail")
+    assert [metric.name for metric in config.metrics] == ["map", "map_50"]
+    text = (tmp_path / "new.toml").read_text()
+    assert "# the boxes of these images" in text
+    assert "a set of boxes" in text
+
+
+def test_a_model_of_another_kind_is_refused_with_its_outputs(tmp_path: Path) -> None:
+    annotate(tmp_path, pictures(tmp_path))
+    with pytest.raises(ConfigError, match=r"as DETR has them, but the outputs are map .*detect-objects.md"):
+        proposed(tmp_path, detector())

@@ -23,7 +23,7 @@ from onward.infra.job.slurm_jobs import batch_job
 from onward.tasks.attempts.attempt import Attempt, result_of
 from onward.tasks.attempts.attempt_failure import failure
 from onward.tasks.attempts.returned_hosts import ReturnedHosts
-from onward.tasks.attempts.wait_before_retry import wait_until_ready
+from onward.tasks.attempts.wait_before_retry import wait_for_hosts, wait_until_ready
 from onward.tasks.launching.jobs import job_of
 from onward.tasks.launching.own_homes import bring_run, leave_hosts
 from onward.trainer.errors import RuntimeUnavailable, Stopped, TrainingFailed
@@ -72,9 +72,9 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         # Before an attempt begins, which would take the run directory away from a job that is still running.
         wait_until_free(run.root)
         wait_until_ready(run)
+        _bring(run)
         refuse_edited(run)
-        config = read_config(run)  # a retry may have changed it
-        bring_run(run, attempt=run.current_attempt + 1)
+        config = read_config(run)  # a retry, or a host that is lost, may have changed it
         attempt = Attempt.begin(run, config)
         ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
         log.info("attempt %d: %s, log: %s", attempt.number, ranks, run.log(attempt.number))
@@ -103,6 +103,16 @@ def train(run: RunDir) -> TrainResult | State[Any]:
         limit = f"{config.launch.stop_grace_s:g} s (launch.stop_grace_s)"
         return Cancelled(message=f"stopped, but it did not save within {limit}; earlier checkpoints are kept")
     raise failure(run, ending, attempt.described(outcome) if result is None else ending.sentence)
+
+
+def _bring(run: RunDir) -> None:
+    """Let hosts with homes of their own have the run; one that is lost meanwhile is waited for, or left out."""
+    try:
+        bring_run(run, attempt=run.current_attempt + 1)
+    except RuntimeUnavailable as error:
+        log.warning("%s", error)
+        wait_for_hosts(run)
+        bring_run(run, attempt=run.current_attempt + 1)
 
 
 def job_of_attempt(attempt: Attempt, *options: str) -> Job:

@@ -24,12 +24,13 @@ from onward.trainer.attempt.own_home import LINE, RECORDS, Brought, HostInputs
 from onward.trainer.checkpoint.retention import list_checkpoints, step_in
 from onward.trainer.data.formats.finished_shards import MANIFEST, ORIGIN, ShardOrigin
 from onward.trainer.data.storage.shards import ShardManifest
-from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.errors import OnwardError, RuntimeUnavailable
 from onward.trainer.quantities import shown_size
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import Networks, read_record, record_if_written, write_record
 from onward.trainer.run.remote.stored_run import (
+    SHOWN,
     Sending,
     StoredCheckpoint,
     StoredFile,
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 PROGRAM = (sys.executable, "-m", "onward.trainer.attempt.own_home")
 LIMIT_S = 3600.0
 """Longest time in which a host must have everything."""
+MOST_CHECKPOINTS = 2
 CHECKPOINT_S = 120.0
 """How long the newest checkpoint is waited for, which the checkpoint task sends; else an older one counts."""
 
@@ -89,13 +91,19 @@ def bring_run(run: RunDir, *, with_data: bool = True, attempt: int = 0) -> None:
 
 
 def leave_hosts(run: RunDir) -> None:
-    """Delete what hosts with a home of their own have of a run that is over; what does not answer keeps it."""
-    hosts = own_homes(run)
-    if hosts:
+    """Delete what hosts with a home of their own have of a run that is done; what does not answer keeps it."""
+    # whatever is wrong with a host, or with the hostfile by now: the run is trained
+    try:
+        if not (hosts := own_homes(run)):
+            return
         left = _question(run, read_record(record_in(run), Sending)).model_copy(update={"leave": True})
-        for host, answer in _asked(hosts, run, left).items():
-            for problem in answer.problems:
-                log.warning("%s %s", host, problem)
+        answers = _asked(hosts, run, left)
+    except (OnwardError, OSError, ValueError) as error:
+        log.warning("hosts with a home of their own keep their copy of the run: %s", error)
+        return
+    for host, answer in answers.items():
+        for problem in answer.problems:
+            log.warning("%s %s", host, problem)
 
 
 def _question(run: RunDir, sending: Sending) -> HostInputs:
@@ -130,7 +138,7 @@ def _with_data(run: RunDir, sending: Sending, wanted: HostInputs) -> HostInputs:
             "files": {path.relative_to(run.root).as_posix(): _sent(stored, sending, path) for path in quantized},
             "manifest": (run.shards / MANIFEST).read_text(),
             "shards": origin.url if origin else _sent_shards(run, stored, manifest),
-            "checkpoint": _newest(run, stored, sending),
+            "checkpoints": _newest(run, stored, sending),
         }
     )
 
@@ -157,7 +165,8 @@ def _sent(stored: StoredRun, sending: Sending, path: Path) -> StoredFile:
 
 def _sent_shards(run: RunDir, stored: StoredRun, manifest: ShardManifest) -> str:
     """Return where the files of the shards are in the store, after sending those that are not there."""
-    place = f"shards/{manifest.key}"
+    # by content: another machine may have made other bytes of the same data
+    place = f"shards/{manifest.key}-{manifest.digest[:SHOWN]}"
     files = (*manifest.train, *manifest.evaluation, *manifest.test)
     # the manifest is sent last: behind it all files are there
     if not stored.files.has(f"{place}/{MANIFEST}"):
@@ -171,19 +180,27 @@ def _sent_shards(run: RunDir, stored: StoredRun, manifest: ShardManifest) -> str
     return f"{stored.location}/{place}"
 
 
-def _newest(run: RunDir, stored: StoredRun, sending: Sending) -> StoredCheckpoint | None:
-    """Return the newest checkpoint in the store, after waiting for that of this disk."""
-    here = list_checkpoints(run)
-    step = step_in(here[-1].name) if here else 0
+def _newest(run: RunDir, stored: StoredRun, sending: Sending) -> tuple[StoredCheckpoint, ...]:
+    """Return the newest checkpoints that the store and this disk have, after waiting for the newest of this disk.
+
+    Two, so that a damaged one may be passed over on all ranks.
+    """
+    here = {path: step_in(path.name) for path in list_checkpoints(run)}
+    step = max(here.values(), default=0)
     deadline = time.monotonic() + CHECKPOINT_S
     pause = threading.Event()
     while True:
         state = stored.state(sending.number)
-        newest = state.checkpoints[-1] if state and state.checkpoints else None
-        if not step or (newest and newest.step >= step):
-            return newest
+        both = []
+        for each in state.checkpoints if state else ():
+            manifest = run.checkpoint(each.step) / "manifest.json"
+            if manifest.is_file() and sha256(manifest) == each.digest:
+                both.append(each)
+        newest = both[-1].step if both else 0
+        if newest >= step:
+            return tuple(both[-MOST_CHECKPOINTS:])
         if time.monotonic() > deadline:
-            what = f"that of step {newest.step} is used" if newest else "the run begins again"
+            what = f"that of step {newest} is used" if newest else "the run begins again"
             log.warning("the checkpoint of step %d is not in the store after %g s, and %s", step, CHECKPOINT_S, what)
-            return newest
+            return tuple(both[-MOST_CHECKPOINTS:])
         pause.wait(1.0)

@@ -3,7 +3,7 @@
     head host                                   this program, on the other host
     HostInputs on stdin, one line       -->
                                                 RUN_DIR: the records; from the store, by digest: what settings name,
-                                                and the newest checkpoint, in place of an older one
+                                                and the newest checkpoints, in place of older ones
                                                 shards/: their manifest, and the URL of their files, of which those
                                                 that are read come into the cache of shard files
                                         <--     Brought, one line
@@ -18,7 +18,7 @@ import contextlib
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from onward.trainer.attempt.stored_files import (
@@ -30,7 +30,6 @@ from onward.trainer.attempt.stored_files import (
     with_moved_paths,
     write_copies,
 )
-from onward.trainer.config.setting_paths import values_at
 from onward.trainer.config.urls import url_of
 from onward.trainer.data.batches.cache_needs import cache_problems
 from onward.trainer.data.formats.finished_shards import MANIFEST, ORIGIN, ShardOrigin
@@ -42,7 +41,7 @@ from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.durable_files import sha256, write_durably
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.records import Record, read_record, write_record
-from onward.trainer.run.remote.local_copies import LocalCopies
+from onward.trainer.run.remote.local_copies import LocalCopies, urls_in
 from onward.trainer.run.remote.stored_run import StoredCheckpoint, StoredFile, StoredInput, StoredRun
 
 LINE = "onward home: "
@@ -74,8 +73,8 @@ class HostInputs(Record):
     """That of the shards; "" before there are any."""
     shards: str = ""
     """The URL, or the directory, of their files."""
-    checkpoint: StoredCheckpoint | None = None
-    """The newest one in the store."""
+    checkpoints: tuple[StoredCheckpoint, ...] = ()
+    """The newest ones that the store and the head host have, oldest first: a damaged one is passed over."""
     leave: bool = False
     """Whether the run is over, and nothing of it has to stay."""
 
@@ -101,7 +100,7 @@ def bring(wanted: HostInputs) -> Brought:
     with contextlib.suppress(OSError):
         if (run.root / wanted.name).read_text() == wanted.nonce:
             return Brought(shares_home=True)
-    if run.root.exists() and not run.own_home.exists():
+    if run.root.exists() and not _is_copy(run):
         return Brought(problems=(f"has a run of its own in {run.root}: move it away",))
     if wanted.leave:
         shutil.rmtree(run.root, ignore_errors=True)
@@ -110,7 +109,7 @@ def bring(wanted: HostInputs) -> Brought:
         make_private(onward_home())
         run.root.mkdir(parents=True, exist_ok=True)
         # first: a directory that a kill has left half-made is gone on with, and not taken for another run
-        run.own_home.touch()
+        write_durably(run.own_home, run.root.name.encode())
         size = sum(_fetched(wanted, run))
         problems = tuple(_data_problems(wanted, run))
     except OSError as error:
@@ -118,6 +117,11 @@ def bring(wanted: HostInputs) -> Brought:
     except OnwardError as error:
         return Brought(problems=tuple(f"does not get what it needs: {problem}" for problem in error.problems))
     return Brought(problems=problems, bytes=size, took_s=time.monotonic() - began_at)
+
+
+def _is_copy(run: RunDir) -> bool:
+    """Return whether this program has made the directory."""
+    return run.own_home.is_file() and run.own_home.read_text(errors="replace") == run.root.name
 
 
 def _fetched(wanted: HostInputs, run: RunDir) -> Iterator[int]:
@@ -136,10 +140,10 @@ def _fetched(wanted: HostInputs, run: RunDir) -> Iterator[int]:
         if not path.is_file() or path.stat().st_size != file.bytes or sha256(path) != file.sha256:
             fetch_file(stored, file, path)
             yield file.bytes
-    if wanted.inputs:
+    # before there are shards ranks read the records alone
+    if wanted.manifest:
         _adapt(wanted, run)
-    if wanted.checkpoint is not None:
-        yield from _fetch_newest(stored, wanted.checkpoint, run)
+        yield from _fetch_checkpoints(stored, wanted.checkpoints, run)
 
 
 def _adapt(wanted: HostInputs, run: RunDir) -> None:
@@ -151,24 +155,27 @@ def _adapt(wanted: HostInputs, run: RunDir) -> None:
         write_record(run.code, AllowedCode(files=moved))
     if run.remote.exists():
         # ranks read the shards, and not the data that these were made of
-        data = {url_of(str(value)) for value in values_at(read_config(run, "given"), ["data", "source"])}
+        data = {url for setting, url in urls_in(read_config(run, "given")) if setting.startswith("data.")}
         copies = read_record(run.remote, LocalCopies).copies
         write_record(run.remote, LocalCopies(copies=tuple(copy for copy in copies if copy.url not in data)))
         restore_copies(run)
 
 
-def _fetch_newest(stored: StoredRun, newest: StoredCheckpoint, run: RunDir) -> Iterator[int]:
-    """Have this checkpoint, and no other: all ranks go on from the same one."""
-    folder = run.checkpoint(newest.step)
-    manifest = folder / "manifest.json"
-    is_here = manifest.is_file() and sha256(manifest) == newest.digest
+def _fetch_checkpoints(stored: StoredRun, wanted: Sequence[StoredCheckpoint], run: RunDir) -> Iterator[int]:
+    """Have these checkpoints, and no others."""
+    kept = {}
+    for each in wanted:
+        folder = run.checkpoint(each.step)
+        manifest = folder / "manifest.json"
+        kept[folder] = manifest.is_file() and sha256(manifest) == each.digest
     # also what a killed attempt has left of one, and one that was only half-fetched
     for path in run.checkpoints.glob("*"):
-        if path != folder or not is_here:
+        if not kept.get(path):
             shutil.rmtree(path)
-    if not is_here:
-        fetch_checkpoint(stored, newest, folder)
-        yield newest.bytes
+    for each in wanted:
+        if not kept[run.checkpoint(each.step)]:
+            fetch_checkpoint(stored, each, run.checkpoint(each.step))
+            yield each.bytes
 
 
 def _data_problems(wanted: HostInputs, run: RunDir) -> Iterator[str]:

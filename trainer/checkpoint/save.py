@@ -93,7 +93,7 @@ def write(
         saving.together(lambda: saving.commit(results))
     # every rank raises the same error, and one of them removes what all have written
     except OnwardError:
-        if mpi.rank == 0:
+        if mpi.rank == 0 or run.own_home.exists():
             shutil.rmtree(saving.partial, ignore_errors=True)
         raise
     return saving.final
@@ -195,23 +195,27 @@ class _Saving:
                     in_rounds(moving, self.together)
 
     def _moved(self, rank: int, size: int) -> Generator[str]:
-        """Move the file of a rank, `size` bytes. Yield "" behind each part, and at last "moved"."""
+        """Move the file of a rank, `size` bytes. Yield "" before each part, and at last "moved".
+
+        What a disk refuses is raised before such a yield, so that all ranks learn it and none waits for the other.
+        """
         path = self.partial / _file_name(rank)
         if self.mpi.rank == 0:
             with path.open("xb") as target:
                 for part in _parts(size):
+                    yield ""
                     dist.recv(part, rank, group=self.group)
                     target.write(part.numpy().data)
                     self.beat()
-                    yield ""
                 target.flush()
                 os.fsync(target.fileno())
         elif self.mpi.rank == rank:
             with path.open("rb") as source:
                 for part in _parts(size):
-                    source.readinto(part.numpy().data)
-                    dist.send(part, 0, group=self.group)
+                    if source.readinto(part.numpy().data) != len(part):
+                        raise OSError(errno.EIO, "the file is shorter than it was written", str(path))
                     yield ""
+                    dist.send(part, 0, group=self.group)
             path.unlink()
             # the last one of a host finds it empty
             with contextlib.suppress(OSError):

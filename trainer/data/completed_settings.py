@@ -80,11 +80,11 @@ def _queries(model: ModelConfig, name: str) -> int | None:
     dims = (output.shape if output else None) or ()
     if len(dims) == 3 and dims[1]:
         return dims[1]
-    feeds = {}
-    for info in signature.inputs:
-        sample = info.sample_shape or ()
-        feeds[info.name] = np.zeros([1, *(dim or UNSAID_LENGTH for dim in sample)], info.dtype)
     try:
+        feeds = {}
+        for info in signature.inputs:
+            sample = info.sample_shape or ()
+            feeds[info.name] = np.zeros([1, *(dim or UNSAID_LENGTH for dim in sample)], info.dtype)
         found = open_session(model.path).run([output.name if output else name], feeds)[0]
     except Exception:  # onnxruntime's errors have no common base, and others report a file that it does not run
         return None

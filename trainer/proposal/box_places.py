@@ -35,7 +35,11 @@ def box_place(folder: Path) -> str:
     # of several, such as instances_train.json and instances_val.json, that which names the folder
     if len(named) > 1:
         named = [path for path in named if folder.name in path.stem]
-    return f"../{named[0].relative_to(folder.parent).as_posix()}" if len(named) == 1 else ""
+    if len(named) != 1:
+        return ""
+    # each split has its own file where this one is called after its folder
+    found = named[0].relative_to(folder.parent).as_posix()
+    return f"../{found.replace(folder.name, '{source}')}" if len(beside) > 1 else f"../{found}"
 
 
 def boxes_of_source(path: Path) -> str:

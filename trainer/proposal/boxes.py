@@ -8,10 +8,11 @@ outputs [batch, queries, classes] and [batch, queries, 4]      set_classes, set_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from onward.trainer.data.images.box_annotations import read_annotations
+from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.source_kinds import BOX_PAGE
+from onward.trainer.data.schema.allowed_files import folder_of
 from onward.trainer.errors import ConfigError
 from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.inputs import num_axes, shown
@@ -29,9 +30,10 @@ def propose_boxes(draft: Draft, facts: Facts, found: Sequence[Target]) -> list[s
     """
     if not draft.value("data.image.boxes"):
         return []
-    draft.set("data.label", "boxes", "the boxes of each image")
+    column = facts.data.image.box_column if facts.data.image else "boxes"
+    draft.set("data.label", column, "the boxes of each image")
     if draft.is_given("loss") or draft.is_given("loss.file"):
-        return ["boxes"]
+        return [column]
     sets = [target.info for target in found if num_axes(target.info) == 3]
     widths = {info.name: info.shape[2] if info.shape else None for info in sets}
     boxes = [info for info in sets if widths[info.name] == 4]
@@ -54,14 +56,16 @@ def propose_boxes(draft: Draft, facts: Facts, found: Sequence[Target]) -> list[s
         if not has_nothing:
             draft.set(f"loss.{position}.scores", "sigmoid", "" if position else "as many scores as classes")
     draft.set("metrics", ["map", "map_50"], "")
-    return ["boxes"]
+    return [column]
 
 
 def _names_no_object(draft: Draft, facts: Facts, num_scores: int | None) -> bool:
     """Return whether one of the scores stands for no object: the last one, of one more than there are classes."""
-    folder = Path(facts.data.source)
-    images = sorted(path.name for path in folder.iterdir() if path.is_file())
-    found = read_annotations(folder, images, str(draft.value("data.image.boxes")))
+    place = facts.data.image.box_place if facts.data.image else ""
+    if not place:  # of a table, whose cells are read later
+        return True
+    images = [name for name, _ in sources.locate(facts.data.source, facts.data).files]
+    found = read_annotations(folder_of(facts.data.source), images, place)
     names = set(found.names)
     if not names:
         names = {box.name for boxes in found.boxes.values() for box in boxes}

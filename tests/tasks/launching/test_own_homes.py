@@ -63,7 +63,7 @@ def test_a_host_gets_what_ranks_read_and_the_second_time_only_what_changed(wante
     config = read_config(run)
     assert config.model.path.is_relative_to(run.root / "inputs")
     assert config.model.path.read_bytes() == b"a model of the first machine"
-    assert [path.name for path in list_checkpoints(run)] == ["step-000000002"], "the newest"
+    assert [path.name for path in list_checkpoints(run)] == ["step-000000001", "step-000000002"]
     assert holds_its_values(run, 2)
     head = open_shards(tmp_path / "head" / "runs" / run.root.name / "shards", "train")
     rows = np.arange(head.num_rows)
@@ -71,10 +71,10 @@ def test_a_host_gets_what_ranks_read_and_the_second_time_only_what_changed(wante
     again = bring(wanted)
     assert (again.problems, again.bytes) == ((), 0)
     # a kill has left a part of one, and another step that is not in the store
-    shutil.copytree(run.checkpoint(2), run.checkpoint(1))
+    shutil.copytree(run.checkpoint(2), run.checkpoint(3))
     (run.checkpoint(2) / "manifest.json").unlink()
     assert bring(wanted).bytes > 0
-    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000000002"]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000000001", "step-000000002"]
     assert holds_its_values(run, 2)
     assert bring(wanted.model_copy(update={"leave": True})).problems == ()
     assert not run.root.exists()
@@ -95,6 +95,7 @@ def test_what_is_damaged_in_the_store_or_leads_out_of_the_directory_is_refused(w
 def test_a_run_of_the_host_itself_is_left_alone(wanted: HostInputs) -> None:
     wanted.run.mkdir(parents=True)
     (wanted.run / "config.json").write_text("its own")
+    (wanted.run / "own_home").write_text("a file of its own")
     for leave in (False, True):
         [problem] = bring(wanted.model_copy(update={"leave": leave})).problems
         assert problem.startswith("has a run of its own in ")

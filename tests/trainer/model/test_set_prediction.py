@@ -15,7 +15,7 @@ import torch
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.target_counts import count_targets
-from onward.trainer.errors import DataError
+from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import set_prediction
 from onward.trainer.model.losses.set_prediction import assign, centres, corners, detections, objects_of
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
@@ -102,6 +102,22 @@ def test_images_without_objects_have_a_finite_loss_with_gradients(name: str, kin
         assert (total > 0) == (name == "set_classes")
         assert (count > 0) == (name == "set_classes" and kind == "softmax")
         assert of_boxes is None or not of_boxes.any()
+
+
+def test_more_objects_than_queries_weigh_as_many_as_have_one() -> None:
+    loss = config("set_classes", "softmax")
+    labels = torch.zeros(1, 20 * 6)
+    scores, boxes = torch.zeros(1, QUERIES, CLASSES + 1), torch.full((1, QUERIES, 4), 0.5)
+    # equal scores: each query has -log of a sixth, times its weight
+    total = set_prediction.set_classes(scores, boxes, labels, loss)
+    assert total.item() / float(count_targets(labels, 1, loss)) == pytest.approx(float(np.log(CLASSES + 1)), rel=1e-6)
+
+
+def test_another_number_of_queries_than_the_setting_says_is_refused() -> None:
+    found = given("softmax")
+    found["scores"], found["boxes"] = found["scores"][:, :9], found["boxes"][:, :9]
+    with pytest.raises(ConfigError, match=r"num_queries is 12, but output 'logits' has 9 queries .*: set it to 9"):
+        computed("set_classes", "softmax", found)
 
 
 def test_a_class_that_the_scores_do_not_have_is_named() -> None:

@@ -92,58 +92,66 @@ def read_annotations(source: Path, images: Sequence[str], place: str) -> Annotat
 def _coco(path: Path, source: Path, images: Sequence[str]) -> Annotations:
     content = _json_of(path)
     try:
-        sizes = {each["id"]: (each["file_name"], each.get("width"), each.get("height")) for each in content["images"]}
+        listed = [(each["id"], each["file_name"], each.get("width"), each.get("height")) for each in content["images"]]
+        sizes = {number: tuple(rest) for number, *rest in listed}
         names = {each["id"]: str(each["name"]) for each in sorted(content["categories"], key=lambda each: each["id"])}
         annotations = content["annotations"]
     except (KeyError, TypeError) as error:
         raise DataError(f"{path} is no annotation file of COCO: it lacks {error}") from None
+    if len(sizes) < len(listed):
+        raise DataError(f"{path} has several images of one id; give each its own")
     if len(set(names.values())) < len(names):
         twice = [name for name, count in Counter(names.values()).items() if count > 1]
         raise DataError(f"{path} has several categories of one name: {', '.join(twice)}; give each its own")
-    shown = _matched(path, source, images, {file: number for number, (file, _, _) in sizes.items()})
+    shown = _matched(
+        path, source, images, {number: str(file).replace("\\", "/") for number, (file, *_) in sizes.items()}
+    )
     found = Annotations({name: [] for name in shown.values()}, tuple(names.values()))
     for place, each in enumerate(annotations):
         where = f"{path}, annotation {each.get('id', place)}"
         image, category, corners = each.get("image_id"), each.get("category_id"), each.get("bbox")
-        if image not in sizes:
+        if not isinstance(image, int | str) or image not in sizes:
             found.problems.append(f"{where} is of image {image!r}, which the file does not list")
-        elif category not in names:
+        elif not isinstance(category, int | str) or category not in names:
             found.problems.append(f"{where} has the category {category!r}; there are {_few(map(str, names))}")
         elif not _is_numbers(corners, 4):
             found.problems.append(f"{where} has the bbox {str(corners)[:60]}, not [x, y, width, height]")
         elif image in shown:
             x, y, width, height = map(float, corners)
-            flag = CROWD if each.get("iscrowd") else COUNTED
-            box = Box(names[category], x, y, x + width, y + height, flag)
-            _add(found, shown[image], box, where, sizes[image][1:])
+            box = Box(names[category], x, y, x + width, y + height, CROWD if each.get("iscrowd") else COUNTED)
+            _add(found, shown[image], box._replace(size=_size(sizes[image][1:])), where)
     return found
 
 
-def _matched(path: Path, source: Path, images: Sequence[str], listed: Mapping[str, Any]) -> dict[Any, str]:
-    """Return the number of each image in the file -> its name in the source: by the end of its path."""
-    exact = {name: name for name in images}
-    by_end: dict[str, list[str]] = {}
+def _matched(path: Path, source: Path, images: Sequence[str], listed: Mapping[Any, str]) -> dict[Any, str]:
+    """Return the number of each listed image -> its name in the source. listed: number -> the file that it names.
+
+    The folders of a name must be those of the image: train/1.jpg is not val/1.jpg. Where they are of another machine,
+    so that none is right, the last parts of the names decide, if each is there once.
+    """
+    if twice := [file for file, count in Counter(listed.values()).items() if count > 1]:
+        raise DataError(f"{path} lists {_few(twice)} more than once; give each image one entry")
+    ends: dict[str, list[str]] = {}
     for name in images:
-        by_end.setdefault(PurePosixPath(name).name, []).append(name)
+        ends.setdefault(PurePosixPath(name).name, []).append(name)
     shown = {}
-    for file, number in listed.items():
-        name = str(file).replace("\\", "/")
-        # as COCO 2017 has them, the names are those in the folder; other files begin with folders
-        options = [exact[name]] if name in exact else by_end.get(PurePosixPath(name).name, [])
-        # of several that end alike those that agree in more of the path
-        nearer = [each for each in options if f"/{name}".endswith(f"/{each}")]
-        if not nearer:
-            nearer = [each for each in options if f"/{each}".endswith(f"/{name}")]
-        if len(nearer) == 1:
-            options = nearer
-        if len(options) == 1:
-            shown[number] = options[0]
-        elif options:
+    for number, file in listed.items():
+        # the image's whole path, of which the listed one is the end
+        options = [each for each in ends.get(PurePosixPath(file).name, []) if f"{source}/{each}".endswith(f"/{file}")]
+        if len(options) > 1:
             raise DataError(f"{path}: {file} may be any of {_few(options)} in {source}; write its path into the file")
+        if options:
+            shown[number] = options[0]
+    if not shown:
+        last = Counter(PurePosixPath(file).name for file in listed.values())
+        for number, file in listed.items():
+            name = PurePosixPath(file).name
+            if last[name] == 1 and len(ends.get(name, [])) == 1:
+                shown[number] = ends[name][0]
     if not shown:
         raise DataError(
             f"{path} lists {len(listed)} images, of which {source} has none: the first is "
-            f"{next(iter(listed), 'absent')!r}, and the folder begins with {images[0]!r}"
+            f"{next(iter(listed.values()), 'absent')!r}, and the folder begins with {next(iter(images), 'nothing')!r}"
         )
     return shown
 
@@ -152,11 +160,12 @@ def _matched(path: Path, source: Path, images: Sequence[str], listed: Mapping[st
 
 
 def _yolo(path: Path, source: Path, images: Sequence[str]) -> Annotations:
-    names = _yolo_names(path)
+    names, has_key_points = _yolo_settings(path)
     found = Annotations({}, names)
+    files = _files_beside(path, images, ".txt")
     for name in images:
         found.boxes[name] = []
-        file = _beside(path, name, ".txt")
+        file = files.get(name)
         if file is None:
             continue
         for number, line in enumerate(_text_of(file).splitlines(), start=1):
@@ -165,6 +174,8 @@ def _yolo(path: Path, source: Path, images: Sequence[str]) -> Annotations:
             if not words:
                 continue
             values = _floats(words)
+            if values is not None and has_key_points:
+                values = values[:5]
             # more than four numbers: the corners of a polygon around the object
             is_polygon = values is not None and len(values) >= 7 and len(values) % 2 == 1
             if values is None or not (len(values) == 5 or is_polygon):
@@ -189,21 +200,34 @@ def _corners(values: Sequence[float]) -> tuple[float, float, float, float]:
     return x - width / 2, y - height / 2, x + width / 2, y + height / 2
 
 
-def _yolo_names(path: Path) -> tuple[str, ...]:
-    """Return the classes that a data.yaml or classes.txt in the folder, or above it, names; () without one."""
+def _yolo_settings(path: Path) -> tuple[tuple[str, ...], bool]:
+    """Return the classes that a data.yaml or classes.txt in the folder, or above it, names, and whether lines have key
+    points; () without such a file."""
     import yaml  # imported here: nothing else of the trainer needs it
 
     for folder in (path, *list(path.parents)[:3]):
-        for file in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")]):
-            names = yaml.safe_load(_text_of(file))
-            names = names.get("names") if isinstance(names, dict) else None
-            if isinstance(names, dict):  # number -> name
-                names = [names[number] for number in sorted(names)]
-            if isinstance(names, list) and names:
-                return tuple(map(str, names))
+        for file in (folder / "data.yaml", folder / "data.yml", folder / "dataset.yaml"):
+            if not file.is_file():
+                continue
+            try:
+                content = yaml.safe_load(_text_of(file))
+            except yaml.YAMLError as error:
+                raise DataError(f"{file} is no YAML: {' '.join(str(error).split())[:200]}") from None
+            content = content if isinstance(content, dict) else {}
+            return _names_in(content.get("names"), file), "kpt_shape" in content
         if (file := folder / "classes.txt").is_file():
-            return tuple(filter(None, map(str.strip, _text_of(file).splitlines())))
-    return ()
+            return tuple(filter(None, map(str.strip, _text_of(file).splitlines()))), False
+    return (), False
+
+
+def _names_in(names: Any, file: Path) -> tuple[str, ...]:
+    """Return the classes of a list, or of numbers and names."""
+    if isinstance(names, dict) and {*map(type, names)} <= {int}:
+        # a number that is left out is a class without a name
+        return tuple(str(names.get(number, number)) for number in range(max(names, default=-1) + 1))
+    if isinstance(names, list):
+        return tuple(map(str, names))
+    raise DataError(f"{file} has no `names`, a list of the classes or numbers with names")
 
 
 # -- Pascal VOC
@@ -211,10 +235,7 @@ def _yolo_names(path: Path) -> tuple[str, ...]:
 
 def _voc(path: Path, source: Path, images: Sequence[str]) -> Annotations:
     found = Annotations({}, ())
-    for name in images:
-        file = _beside(path, name, ".xml")
-        if file is None:
-            continue
+    for name, file in _files_beside(path, images, ".xml").items():
         found.boxes[name] = []
         try:
             root = ElementTree.fromstring(_text_of(file))
@@ -232,40 +253,67 @@ def _voc(path: Path, source: Path, images: Sequence[str]) -> Annotations:
             flag = DIFFICULT if each.findtext("difficult", "0").strip() == "1" else COUNTED
             x1, y1, x2, y2 = corners
             # the first pixel is 1, and the last one belongs to the box
-            box = Box(title, x1 - 1.0, y1 - 1.0, x2, y2, flag)
-            _add(found, name, box, where, size or (0.0, 0.0))
+            _add(found, name, Box(title, x1 - 1.0, y1 - 1.0, x2, y2, flag, size=_size(size or ())), where)
     return found
 
 
 # -- all of them
 
 
-def _add(found: Annotations, image: str, box: Box, where: str, size: Sequence[float | None] = (0.0, 0.0)) -> None:
+def _add(found: Annotations, image: str, box: Box, where: str) -> None:
     """Add a box, cut off at the border of its image, or say what is wrong with it.
 
-    size: width and height as the file says them; 0 or None = it does not, and they are compared later (box_columns.py).
+    An image whose size the file does not say is looked at later (box_columns.py).
     """
-    width, height = (float(each or math.inf) for each in size)
+    width, height = (float(each or math.inf) for each in box.size)
     border = BORDER
     if box.are_shares:
         width, height, border = 1.0, 1.0, BORDER / 100
+    corners = ", ".join(f"{corner:g}" for corner in box[1:5])
     if box.problem:
         found.problems.append(f"{where}: {box.problem}")
     elif min(box.x1, box.y1) < -border or box.x2 > width + border or box.y2 > height + border:
         what = "shares of" if box.are_shares else f"{width:g} x {height:g} pixels of"
-        corners = ", ".join(f"{corner:g}" for corner in box[1:5])
         found.problems.append(f"{where}: the box {corners} reaches beyond the {what} its image")
     else:
-        right, bottom = min(box.x2, width), min(box.y2, height)
-        found.boxes[image].append(box._replace(x1=max(0.0, box.x1), y1=max(0.0, box.y1), x2=right, y2=bottom))
+        left, top, right, bottom = (
+            *(min(max(0.0, corner), side) for corner, side in zip(box[1:3], (width, height), strict=True)),
+            *(min(max(0.0, corner), side) for corner, side in zip(box[3:5], (width, height), strict=True)),
+        )
+        inside = box._replace(x1=left, y1=top, x2=right, y2=bottom)
+        if inside.problem:
+            found.problems.append(f"{where}: the box {corners} is outside of its image")
+        else:
+            found.boxes[image].append(inside)
 
 
-def _beside(folder: Path, image: str, suffix: str) -> Path | None:
-    """Return the file of an image's name in a folder: at its place, or directly in it; None if there is none."""
-    for name in (PurePosixPath(image).with_suffix(suffix), PurePosixPath(PurePosixPath(image).stem + suffix)):
-        if (folder / name).is_file():
-            return folder / name
-    return None
+def _size(given: Sequence[Any]) -> tuple[int, int]:
+    """Return width and height as a file says them; (0, 0) if it does not."""
+    if len(given) == 2 and {*map(type, given)} <= {int, float}:
+        return int(given[0]), int(given[1])
+    return 0, 0
+
+
+def _files_beside(folder: Path, images: Sequence[str], suffix: str) -> dict[str, Path]:
+    """Return image -> the file of its name in a folder, at its place; or directly in it, where the name is there once.
+
+    Raises DataError if no image has one: it is the folder of others.
+    """
+    stems = Counter(PurePosixPath(image).stem for image in images)
+    found = {}
+    for image in images:
+        at_place = folder / PurePosixPath(image).with_suffix(suffix)
+        directly = folder / f"{PurePosixPath(image).stem}{suffix}"
+        if at_place.is_file():
+            found[image] = at_place
+        elif stems[PurePosixPath(image).stem] == 1 and directly.is_file():
+            found[image] = directly
+    if not found:
+        raise DataError(
+            f"data.image.boxes: none of {len(images)} images has a {suffix} file of its name in {folder}; the first is "
+            f"{next(iter(images), 'nothing')!r}"
+        )
+    return found
 
 
 def _json_of(path: Path) -> Any:
@@ -279,7 +327,7 @@ def _json_of(path: Path) -> Any:
 
 def _text_of(path: Path) -> str:
     try:
-        return read_bounded(path, ANNOTATION_BYTES).decode()
+        return read_bounded(path, ANNOTATION_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as text: {error}") from None
 

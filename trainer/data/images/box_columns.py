@@ -67,9 +67,11 @@ class BoxColumn(FittedComputer):
         """Set the names that were observed. Raises DataError if there is no box."""
         if not self._seen:
             raise DataError(f"column {self._name!r} has no box in any row: there is nothing to learn")
-        # numbers in their order, and not 1, 10, 2
-        are_numbers = all(name.isdigit() for name in self._seen)
-        self._set(sorted(self._seen, key=int) if are_numbers else sorted(self._seen), sorted_by_name=True)
+        names = sorted(self._seen)
+        if all(name.isdecimal() for name in names):
+            # numbers of classes are those of the model's scores, also where one is not in the data
+            names = [str(number) for number in range(max(map(int, names)) + 1)]
+        self._set(names, sorted_by_name=True)
 
     def restore(self, found: Mapping[str, Fitted]) -> None:
         """Set the names that were found."""
@@ -114,12 +116,18 @@ class BoxColumn(FittedComputer):
                 names = self.fitted[self._name].classes
                 few = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
                 return f"has a box of class {box.name[:40]!r}, which is none of the {len(names)} classes {few}"
+            if any(box.size) and box.size != size:
+                turned = ", before it is turned as its EXIF data says" * (box.size == (height, width))
+                return f"is of an image of {box.size[0]} x {box.size[1]} pixels{turned}, but it has {width} x {height}"
             factors = (width, height) if box.are_shares else (1.0, 1.0)
             corners = np.array(box[1:5]) * np.tile(factors, 2)
             if (corners < -BORDER).any() or (corners[2:] > np.array(size) + BORDER).any():
                 shown = ", ".join(f"{corner:g}" for corner in corners)
                 return f"has the box {shown}, which reaches beyond its image of {width} x {height} pixels"
-            numbers[number] = (self._ids[box.name], *np.clip(corners, 0.0, np.tile(size, 2)), box.flag)
+            inside = np.clip(corners, 0.0, np.tile(size, 2))
+            if (inside[2:] <= inside[:2]).any():
+                return f"has a box {', '.join(f'{corner:g}' for corner in corners)} that is outside of its image"
+            numbers[number] = (self._ids[box.name], *inside, box.flag)
         return np.concatenate([np.array(size, np.float32), numbers.ravel()])
 
 

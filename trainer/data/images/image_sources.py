@@ -59,19 +59,19 @@ def folder_blocks(
     part = part or FilePart()
     masks = mask_files(files, mask_folder, skips_rows=skips_rows) if mask_folder else []
     labels = _annotations(files, boxes).boxes if boxes else {}
-    classes = set[str]() if masks or labels else _classes(files)
+    classes = set[str]() if masks or boxes else _classes(files)
     for first in range(part.begin, min(part.stop, len(files)), PART_ROWS):
         some = files[first : first + PART_ROWS]
         # without masks each row has its image, so that no row is bad
         needed: Sequence[Path | None] = masks[first : first + PART_ROWS] or [path for _, path in some]
         bad = {at: f"has no mask in {mask_folder}" for at, file in enumerate(needed) if file is None}
-        if labels:
+        if boxes:
             bad |= {at: f"has no labels in {boxes}" for at, (name, _) in enumerate(some) if name not in labels}
         good = [at for at in range(len(some)) if at not in bad]
         cells: dict[str, Cells] = {column: [str(some[at][1].absolute()) for at in good]}
         if masks:
             cells["mask"] = [str(needed[at]) for at in good]
-        if labels:
+        if boxes:
             cells["boxes"] = [labels[some[at][0]] for at in good]
         if classes:
             cells["label"] = [PurePosixPath(name).parts[0] for name, _ in some]

@@ -43,6 +43,8 @@ class Box(NamedTuple):
     """Corners, in pixels or in shares of the image."""
     flag: int = COUNTED
     are_shares: bool = False
+    size: tuple[int, int] = (0, 0)
+    """Width and height of the image as the annotations say them; (0, 0) if they do not."""
 
     @property
     def problem(self) -> str:
@@ -81,7 +83,9 @@ def boxes_of(cell: Any) -> list[Box] | str:
 
 def _rows_of(cell: Mapping[str, Any]) -> Any:
     """Return a list of objects of lists that belong together; None where they do not."""
-    columns = {key: values for key, values in cell.items() if hasattr(values, "__len__")}
+    columns = {key: values for key, values in cell.items() if not isinstance(values, str | bytes | int | float)}
+    if any(not hasattr(values, "__len__") for values in columns.values()):
+        return None
     if {len(values) for values in columns.values()} != {len(columns.get("bbox", ()))}:
         return None
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -122,11 +122,13 @@ def count_targets(labels: Tensor | None, size: int, loss: LossConfig) -> float |
 def _counted_objects(labels: Tensor, size: int, loss: LossConfig) -> Tensor:
     """Return the objects that are trained on; of set_classes with softmax the weights of all queries."""
     boxes = labels.reshape(len(labels), -1, BOX_NUMBERS)
-    counted = ((boxes[..., 0] >= 0) & (boxes[..., 5] == COUNTED)).sum(dtype=torch.float64)
+    counted = ((boxes[..., 0] >= 0) & (boxes[..., 5] == COUNTED)).sum(1, dtype=torch.float64)
     if loss.name != "set_classes" or loss.scores == "sigmoid":
-        return counted
+        return counted.sum()
     assert loss.num_queries, "the file says it, or the configuration"
-    return counted + NO_OBJECT_WEIGHT * (size * loss.num_queries - counted)
+    # of more objects than queries some have none
+    assigned = counted.clamp(max=loss.num_queries).sum()
+    return assigned + NO_OBJECT_WEIGHT * (size * loss.num_queries - assigned)
 
 
 def soft_axis(loss: LossConfig, rank: int) -> int:

@@ -289,7 +289,9 @@ def _key(recipe: Recipe, located: Sequence[sources.Source], digests: Mapping[Pat
     if data.image and data.image.box_place:
         place = data.image.box_place
         folders = [folder_of(source.name) for source in located]
-        content.append([[sha256(file) for file in annotation_files(folder, place)] for folder in folders])
+        # with their names, by which they belong to images
+        for folder in folders:
+            content.append([(file.parent.name, file.name, sha256(file)) for file in annotation_files(folder, place)])
     # files that cells name are content, too, and may change while the table does not
     if named := naming_columns(data, recipe.columns):
         content.append(digests_of_named_files(data, named))

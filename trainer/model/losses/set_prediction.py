@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import is_fake
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED, NO_CLASS
 from onward.trainer.data.schema.target_counts import NO_OBJECT_WEIGHT
-from onward.trainer.errors import DataError
+from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 
 L1_COST, GIOU_COST = 5.0, 2.0
@@ -46,6 +46,11 @@ def set_classes(scores: Tensor, boxes: Tensor, labels: Tensor, loss: LossConfig)
     """
     objects = objects_of(labels)
     assigned = assign(scores, boxes, objects, loss)
+    if loss.scores == "softmax" and scores.shape[1] != loss.num_queries:
+        raise ConfigError(
+            f"loss.num_queries is {loss.num_queries}, but output {loss.outputs[0]!r} has {scores.shape[1]} queries for "
+            f"each image: set it to {scores.shape[1]}"
+        )
     if loss.scores == "softmax":
         nothing = scores.shape[-1] - 1
         targets = torch.full(scores.shape[:2], nothing, device=scores.device)

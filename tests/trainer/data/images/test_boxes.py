@@ -291,6 +291,91 @@ def test_everything_that_is_wrong_is_named_by_file_and_line_at_once(tmp_path: Pa
     assert "02.xml is no XML: " in second
 
 
+def test_boxes_of_another_image_with_the_same_name_are_not_taken(tmp_path: Path) -> None:
+    for name in ("train/1.png", "val/1.png", "2.png"):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40)).save(tmp_path / "images" / name)
+    images = [
+        {"id": number, "file_name": name} for number, name in enumerate(("train/1.png", "val/1.png", "other/2.png"))
+    ]
+    boxes = [{"image_id": number, "category_id": 1, "bbox": [number, 0, 5, 5]} for number in range(3)]
+    content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "a"}]}
+    (tmp_path / "all.json").write_text(json.dumps(content))
+    found = read_annotations(tmp_path / "images" / "train", ["1.png"], "../../all.json")
+    assert {name: [box.x1 for box in boxes] for name, boxes in found.boxes.items()} == {"1.png": [0]}
+    found = read_annotations(tmp_path / "images", ["2.png", "train/1.png", "val/1.png"], "../all.json")
+    assert {name: [box.x1 for box in boxes] for name, boxes in found.boxes.items()} == {
+        "train/1.png": [0],
+        "val/1.png": [1],
+    }
+    content["images"].append({"id": 9, "file_name": "train/1.png"})
+    (tmp_path / "all.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"lists train/1\.png more than once"):
+        read_annotations(tmp_path / "images" / "train", ["1.png"], "../../all.json")
+    # of texts, too: directly in the folder only where a name is there once
+    (tmp_path / "labels").mkdir()
+    for name in ("1.txt", "2.txt"):
+        (tmp_path / "labels" / name).write_text("0 0.5 0.5 0.1 0.1\n")
+    found = read_annotations(tmp_path / "images", ["2.png", "train/1.png", "val/1.png"], "../labels")
+    assert {name: len(boxes) for name, boxes in found.boxes.items()} == {"2.png": 1, "train/1.png": 0, "val/1.png": 0}
+    with pytest.raises(DataError, match=r"none of 1 images has a \.txt file of its name"):
+        read_annotations(tmp_path / "images", ["3.png"], "../labels")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_annotations_of_an_image_of_another_size_are_refused(turned: bool, tmp_path: Path) -> None:
+    place = annotate(tmp_path, pictures(tmp_path))["coco"]
+    path = tmp_path / "images" / "03.png"
+    image = Image.open(path)
+    if turned:
+        orientation = Image.Exif()
+        orientation[0x0112] = 6
+        image.save(path, exif=orientation)
+        said = f"is of an image of {image.width} x {image.height} pixels, before it is turned as its EXIF data says"
+    else:
+        image.resize((30, 30)).save(path)
+        said = f"is of an image of {image.width} x {image.height} pixels, but it has 30 x 30"
+    config = configured(tmp_path, place)
+    with pytest.raises(DataError, match=r"03\.png") as caught:
+        make_training_shards(config, tmp_path / "cache")
+    assert said in str(caught.value)
+
+
+def test_class_numbers_keep_their_places_also_where_one_is_not_in_the_data(tmp_path: Path) -> None:
+    places = annotate(tmp_path, pictures(tmp_path))
+    (tmp_path / "data.yaml").unlink()
+    for file in (tmp_path / "labels").iterdir():
+        file.write_text(
+            "\n".join(f"7{line[1:]}" if line.startswith("1") else line for line in file.read_text().splitlines())
+        )
+    _, manifest, _ = make_training_shards(configured(tmp_path, places["yolo"]), tmp_path / "cache")
+    assert manifest.fitted["boxes"].classes == tuple("01234567")
+
+
+def test_a_broken_yaml_and_lines_with_key_points(tmp_path: Path) -> None:
+    annotate(tmp_path, pictures(tmp_path, 3))
+    (tmp_path / "data.yaml").write_text("a: !Ref b\n")
+    with pytest.raises(DataError, match=r"data\.yaml is no YAML: "):
+        read_annotations(tmp_path / "images", ["01.png"], "../labels")
+    (tmp_path / "data.yaml").write_text("names: {0: a, 2: c}\nkpt_shape: [3, 2]\n")
+    (tmp_path / "labels" / "01.txt").write_text("2 0.5 0.5 0.2 0.2 0.9 0.9 0.1 0.1 0.4 0.4\n")
+    found = read_annotations(tmp_path / "images", ["01.png"], "../labels")
+    assert found.names == ("a", "1", "c")
+    [box] = found.boxes["01.png"]
+    np.testing.assert_allclose(box[1:5], (0.4, 0.4, 0.6, 0.6))
+
+
+@pytest.mark.parametrize("bbox", [[-0.9, 10, 0.5, 10], [80.2, 10, 0.5, 10]])
+def test_a_box_of_which_nothing_is_in_its_image_is_named(bbox: list[float], tmp_path: Path) -> None:
+    annotate(tmp_path, pictures(tmp_path, 3))
+    content = json.loads((tmp_path / "annotations.json").read_text())
+    content["annotations"] = [{"id": 5, "image_id": 100, "category_id": 7, "bbox": bbox}, {"id": 6, "image_id": [1]}]
+    (tmp_path / "annotations.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"annotation 5: the box .* is outside of its image") as caught:
+        read_annotations(tmp_path / "images", ["00.png"], "../annotations.json")
+    assert "annotation 6 is of image [1]" in str(caught.value)
+
+
 def test_crowds_and_difficult_objects_keep_their_flags(tmp_path: Path) -> None:
     annotate(tmp_path, pictures(tmp_path, 3))
     content = json.loads((tmp_path / "annotations.json").read_text())
@@ -314,6 +399,7 @@ def test_crowds_and_difficult_objects_keep_their_flags(tmp_path: Path) -> None:
         ({"bbox": [[1, 2, 3, 4]], "category": []}, "is missing"),
         ([{"bbox": [1, 2, 0, 4], "category": 3}], "holds box 0: the box 1, 2, 1, 6 is empty"),
         ([{"bbox": [1, 2, float("nan"), 4], "category": 3}], "is not finite"),
+        ({"bbox": [[1, 2, 0, 4]], "category": ["a"], "file": "x.png"}, "holds box 0: the box 1, 2, 1, 6 is empty"),
     ],
 )
 def test_cells_of_a_table_that_are_no_boxes_are_named(cell: Any, problem: str) -> None:

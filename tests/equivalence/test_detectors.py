@@ -51,7 +51,14 @@ def set_model(size: int = 48, queries: int = 6, classes: int = 2) -> onnx.ModelP
     return g.model()
 
 
-def detector_run(folder: Path, data: Path, *, image: dict[str, Any] | None = None, **settings: Any) -> RunDir:
+def detector_run(
+    folder: Path,
+    data: Path,
+    *,
+    image: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+    **settings: Any,
+) -> RunDir:
     source = {"source": str(data / "images"), "label": "boxes", "evaluation_fraction": 0.3}
     boxes = {"boxes": "../annotations.json", "resize": "stretch", "augment": {"flip": (0.5, 0.5)}, **(image or {})}
     return make_run(
@@ -61,7 +68,7 @@ def detector_run(folder: Path, data: Path, *, image: dict[str, Any] | None = Non
         data={**source, "image": boxes},
         loss=LOSSES,
         metrics=["map", "map_50"],
-        train={"num_steps": 12, "global_batch_size": 8, "evaluation_period": 6},
+        train={"num_steps": 12, "global_batch_size": 8, "evaluation_period": 6, **(train or {})},
         checkpoint={"period": 4},
         optimizer={"name": "adamw", "learning_rate": 3e-3},
         **settings,
@@ -92,7 +99,9 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 def test_every_layout_trains_what_one_rank_trains_with_the_same_map(
     parallel: dict[str, int], data: Path, alone: RunDir, tmp_path: Path
 ) -> None:
-    run = detector_run(tmp_path, data, parallel=parallel)
+    # a pipeline computes several micro-batches, whose sums of weights differ
+    micro_batches = {"gradient_accumulation_steps": 4} if "pipeline" in parallel else {}
+    run = detector_run(tmp_path, data, parallel=parallel, train=micro_batches)
     train_run(run)
     wanted = final_tensors(alone)
     for name, value in final_tensors(run).items():

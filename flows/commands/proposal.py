@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +43,8 @@ def init(
 
     given = [*(overrides or ())]
     if boxes:
-        given.append(f"data.image.boxes='{boxes.resolve()}'")
+        # the string of JSON is one of TOML
+        given.append(f"data.image.boxes={json.dumps(str(boxes.resolve()))}")
     found = first_config.init(
         model,
         data,

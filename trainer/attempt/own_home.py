@@ -100,15 +100,17 @@ def bring(wanted: HostInputs) -> Brought:
     with contextlib.suppress(OSError):
         if (run.root / wanted.name).read_text() == wanted.nonce:
             return Brought(shares_home=True)
-    if run.root.exists() and not _is_copy(run):
+    # without config.json it is one of which a kill has left the beginning
+    if run.config.exists() and not _is_copy(run):
         return Brought(problems=(f"has a run of its own in {run.root}: move it away",))
     if wanted.leave:
-        shutil.rmtree(run.root, ignore_errors=True)
+        if _is_copy(run):
+            shutil.rmtree(run.root, ignore_errors=True)
         return Brought()
     try:
         make_private(onward_home())
         run.root.mkdir(parents=True, exist_ok=True)
-        # first: a directory that a kill has left half-made is gone on with, and not taken for another run
+        # before config.json, without which a directory is not taken for a run
         write_durably(run.own_home, run.root.name.encode())
         size = sum(_fetched(wanted, run))
         problems = tuple(_data_problems(wanted, run))

@@ -99,7 +99,8 @@ class Draft:
             table = settings
             for part in tables:
                 table = table.setdefault(part, {})
-            table[name] = value
+            # a table that is proposed keeps those of its settings that were given before
+            table[name] = {**value, **table.get(name, {})} if isinstance(value, Mapping) else value
         if losses:
             settings["loss"] = [losses[position] for position in sorted(losses)]
         return settings

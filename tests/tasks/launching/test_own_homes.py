@@ -102,6 +102,13 @@ def test_a_run_of_the_host_itself_is_left_alone(wanted: HostInputs) -> None:
     assert (wanted.run / "config.json").read_text() == "its own"
 
 
+def test_what_a_kill_has_left_of_the_beginning_is_gone_on_with(wanted: HostInputs) -> None:
+    wanted.run.mkdir(parents=True)
+    (wanted.run / ".own_home.77.partial").touch()
+    assert bring(wanted).problems == ()
+    assert holds_its_values(RunDir(wanted.run), 2)
+
+
 def test_a_host_that_shares_the_directory_gets_nothing(wanted: HostInputs, tmp_path: Path) -> None:
     (tmp_path / "head").rename(tmp_path / "home")
     before = {path: path.stat().st_mtime_ns for path in wanted.run.rglob("*")}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
+from typer.testing import CliRunner
 
 import onward
+from onward.flows.cli import app
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError
@@ -65,3 +68,17 @@ def test_a_model_of_another_kind_is_refused_with_its_outputs(tmp_path: Path) -> 
     annotate(tmp_path, pictures(tmp_path))
     with pytest.raises(ConfigError, match=r"as DETR has them, but the outputs are map .*detect-objects.md"):
         proposed(tmp_path, detector())
+
+
+def test_the_option_takes_a_path_with_any_letters(tmp_path: Path) -> None:
+    annotate(tmp_path, pictures(tmp_path))
+    onnx.save(set_model(), tmp_path / "model.onnx")
+    boxes = tmp_path / 'anna\'s "boxes".json'
+    (tmp_path / "annotations.json").rename(boxes)
+    words = ["init", "model.onnx", "images", "--boxes", str(boxes), "--no-try", "-o", "new.toml"]
+    with contextlib.chdir(tmp_path):
+        found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    image = load_config(tmp_path / "new.toml").data.image
+    assert image is not None
+    assert image.boxes == str(boxes)

@@ -159,21 +159,23 @@ def train(
                     mpi.device,
                     squares=reducer.reduce(),  # whatever overlap did not already do
                     loss=loss_share,
+                    divisor=pipeline.own_divisor,
                     wait_s=batches.wait_s,
                     trained_s=clock.trained_s,
                     stop=stop_requested(),
                     save=checkpoints.is_due(),
                     work=pace.work_of(micro_batches),
                 )
-            loss = agreed.loss
-            norm = math.sqrt(agreed.squares) / scaler.scale
+            loss = agreed.loss / agreed.divisor
+            scale = scaler.scale * agreed.divisor
+            norm = math.sqrt(agreed.squares) / scale
             clock.waited(agreed.wait_s / mpi.world_size)
             bad_values.note(step, norm, state.samples_seen, size)
             skipped = step in config.train.skip_steps or not math.isfinite(norm + loss)
             if not skipped:
                 with clock("optimizer"):
                     # `norm` is that of the unscaled gradients, so unscaling and clipping are one multiplication
-                    reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale)
+                    reducer.multiply(clip_factor(norm, config.train.clip_norm) / scale)
                     summarise(events, step, model, config=config.monitor, last=step == num_steps)
                     trained.optimizer.step()
                     trained.averages.update(step)

@@ -23,6 +23,8 @@ class Agreed:
     squares: float
     """Square of the L2 norm of all gradients."""
     loss: float
+    divisor: float
+    """What loss and gradients are still to be divided by: 1 unless the loss counts it in its forward passes."""
     wait_s: float
     """Seconds that the ranks waited for their samples, added up."""
     trained_s: float
@@ -40,6 +42,7 @@ def agree(
     *,
     squares: Tensor,
     loss: Tensor,
+    divisor: Tensor,
     wait_s: float,
     trained_s: float,
     stop: bool,
@@ -48,9 +51,9 @@ def agree(
 ) -> Agreed:
     """Add up the numbers of all ranks, and take each decision that any rank takes. Collective: every rank.
 
-    squares, loss: scalars; the sum over the ranks counts each gradient and each target once.
+    squares, loss, divisor: scalars; the sum over the ranks counts each gradient and each target once.
     """
     # decisions travel as 0 or 1: a sum above 0 says that some rank has taken it
-    numbers = (squares, loss, wait_s, trained_s, stop, save, *work)
-    squares_sum, loss_sum, waits_s, trained, stops, saves, *works = sum_over_world(numbers, device)
-    return Agreed(squares_sum, loss_sum, waits_s, trained, stops > 0, saves > 0, Work(*works))
+    numbers = (squares, loss, divisor, wait_s, trained_s, stop, save, *work)
+    squares_sum, loss_sum, divisor_sum, waits_s, trained, stops, saves, *works = sum_over_world(numbers, device)
+    return Agreed(squares_sum, loss_sum, max(divisor_sum, 1.0), waits_s, trained, stops > 0, saves > 0, Work(*works))

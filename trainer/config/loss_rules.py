@@ -15,7 +15,8 @@ from onward.trainer.config.metric_names import Task
 # fmt: off
 LossName = Literal[
     "cross_entropy", "mse", "l1", "bce_with_logits", "output", "huber", "quantile", "focal", "dice", "giou", "ctc",
-    "cosine", "triplet", "info_nce", "set_classes", "set_l1", "set_giou", "file", "teacher",
+    "cosine", "triplet", "info_nce", "set_classes", "set_l1", "set_giou", "yolov8", "yolox", "fcos", "retinanet", "ssd",
+    "centernet", "file", "teacher",
 ]
 # fmt: on
 """The losses, by name."""
@@ -47,7 +48,7 @@ class LossRule:
     metrics: tuple[str, ...] = ()
     """Reported where `metrics` is empty."""
     num_outputs: int = 1
-    """Outputs that the loss reads."""
+    """Outputs that the loss reads; 0 = any number, some for each level of a grid."""
     applies: tuple[str, ...] = ()
     """Activations (onnx_graph/probabilities.py) whose results the loss would apply its own softmax or sigmoid to."""
     by_sample: bool = False
@@ -60,6 +61,8 @@ class LossRule:
     """Of labels that are classes: whether a single score is that of class 1, by sigmoid."""
     sharded_logits: bool = False
     """Whether tensor parallelism computes it from logits of which each rank has some classes."""
+    own_divisor: bool = False
+    """Whether the loss counts by what its sum is divided, which depends on outputs; it is the only loss of a run then."""
     no_onnx: str = ""
     """Why `export.training` cannot write it; "" = loss_nodes.py has its nodes."""
     synonyms: tuple[str, ...] = ()
@@ -89,6 +92,20 @@ SOFTMAX = ("softmax", "log_of_softmax")
 SIGMOID = ("sigmoid",)
 ERRORS = ("mae", "mse")
 MATCHED = "ONNX has no operator that assigns boxes to outputs"
+
+
+def _dense(*takes: str) -> LossRule:
+    """Return the rule of a detector that predicts boxes at every cell of a grid (model/losses/dense_heads/)."""
+    return LossRule(
+        "objects",
+        takes=("strides", *takes),
+        tasks=("objects",),
+        metrics=("map", "map_50"),
+        num_outputs=0,
+        own_divisor=True,
+        no_onnx=MATCHED,
+    )
+
 
 LOSS_RULES: Mapping[LossName, LossRule] = {
     "cross_entropy": LossRule(
@@ -147,6 +164,12 @@ LOSS_RULES: Mapping[LossName, LossRule] = {
     ),
     "set_l1": LossRule("objects", takes=("scores",), num_outputs=2, no_onnx=MATCHED),
     "set_giou": LossRule("objects", takes=("scores",), num_outputs=2, no_onnx=MATCHED),
+    "yolov8": _dense(),
+    "yolox": _dense(),
+    "fcos": _dense("alpha", "gamma"),
+    "retinanet": _dense("anchors", "alpha", "gamma"),
+    "ssd": _dense("anchors"),
+    "centernet": _dense(),
     "file": LossRule("own", takes=("file", "label_type", "count"), by_sample=True),
     "teacher": LossRule("none"),
 }
@@ -156,3 +179,7 @@ LOSS_RULES: Mapping[LossName, LossRule] = {
 def losses_with(task: Task) -> list[str]:
     """Return the names of the losses whose outputs and labels are of this kind."""
     return [name for name, rule in LOSS_RULES.items() if task in rule.tasks]
+
+
+DENSE_LOSSES = [name for name, rule in LOSS_RULES.items() if rule.own_divisor]
+"""Of detectors that predict boxes at every cell of a grid."""

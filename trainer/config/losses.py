@@ -45,12 +45,13 @@ class LossConfig(Section):
     `dice`: of segmentation masks, by sample. `giou`: of boxes (x1, y1, x2, y2). `ctc`: of sequences [B, T, C] with
     shorter labels. `cosine`: two outputs, alike or not (label 1 or -1). `triplet`: three outputs, without labels.
     `info_nce`: two outputs whose rows belong together, without labels. `set_classes`, `set_l1`, `set_giou`: of a
-    detector that predicts a set of boxes (DETR), two outputs: class scores and boxes. `file`: your own."""
+    detector that predicts a set of boxes (DETR), two outputs: class scores and boxes. `yolov8`, `yolox`, `fcos`,
+    `retinanet`, `ssd`, `centernet`: of a detector with a grid, its raw outputs. `file`: your own."""
     file: str = ""
     """Your own loss: "my_loss.py:function", or an ONNX file with the inputs output and labels."""
     output: str | tuple[str, ...] = ""
     """The tensor that the loss reads, as in `model.output`; empty = `model.output`. Several for cosine, triplet,
-    info_nce and the losses of sets."""
+    info_nce and the losses of boxes."""
     label: str | tuple[str, ...] = ""
     """The column (or columns) that the loss compares with; empty = `data.label`."""
     weight: PositiveFloat = 1.0
@@ -84,15 +85,19 @@ class LossConfig(Section):
     quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = (0.5,)
     """quantile: those that the last axis of the output predicts."""
     alpha: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.25
-    """focal and set_classes: the weight of positive labels, 1 - alpha that of negative ones; below 0 = none."""
+    """focal, set_classes, fcos, retinanet: the weight of positive labels, 1 - alpha that of negative ones; below 0 = none."""
     gamma: NonNegativeFloat = 2.0
-    """focal and set_classes: how much less labels count that are predicted well."""
+    """focal, set_classes, fcos, retinanet: how much less labels count that are predicted well."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """set_classes, set_l1, set_giou: how class scores are read, which decides how boxes are assigned, too: `softmax`
     over the classes and one for no object, which is the last (DETR, YOLOS), or a `sigmoid` for each class, with the
     focal loss (Deformable DETR)."""
     num_queries: NonNegativeInt = 0
     """set_classes: the boxes that the model predicts for each image; 0 = as its file says."""
+    strides: tuple[PositiveFloat, ...] = ()
+    """Losses of a grid: for each level the pixels of the model's input from one cell to the next."""
+    anchors: tuple[tuple[tuple[PositiveFloat, PositiveFloat], ...], ...] = ()
+    """retinanet, ssd: for each level width and height of the anchors of a cell, in pixels of the model's input."""
     smooth: NonNegativeFloat = 1.0
     """dice: added to the overlap and to the sizes, so that classes that are absent have no loss."""
     blank: NonNegativeInt = 0
@@ -228,7 +233,15 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
         elif each.count and not each.count.isidentifier():
             yield f"{key('count')} {each.count!r} is not the name of a function of {key('file')}"
         wanted = each.rule.num_outputs
-        if len(each.outputs) != wanted:
+        if each.rule.own_divisor and len(losses) > 1:
+            yield (
+                f"{key('name')} {each.name!r} counts by what it is divided when it is computed, so it is the only loss "
+                "of a run; remove the others"
+            )
+        for name in ("strides", "anchors"):
+            if name in each.rule.takes and not getattr(each, name):
+                yield f"{key('name')} {each.name!r} needs {key(name)}; `onward init MODEL IMAGES` reads them from the file"
+        if wanted and len(each.outputs) != wanted:
             found = len(each.outputs)
             yield f"{key('output')}: {each.name} reads {wanted} outputs of the graph, not {found}; name them"
         # each yes-or-no label has classes of its own, whose balance is a weight of the positives

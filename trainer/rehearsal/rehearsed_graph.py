@@ -62,9 +62,10 @@ class RehearsedGraph:
         # labels of soft losses come behind those of the others
         soft = zip(self.losses.soft, batch.labels[len(sums) :], strict=True)
         sums += [loss(outputs, counted, batch.size) for loss, counted in soft]
-        return self.losses.weighted(
-            [value / (count or 1) for value, count in zip(sums, batch.num_targets, strict=True)]
-        )
+        counts = list(batch.num_targets)
+        if self.losses.own_divisor is not None:
+            counts[0] = float(self.losses.own_divisor.clamp(min=1.0))
+        return self.losses.weighted([value / (count or 1) for value, count in zip(sums, counts, strict=True)])
 
     @torch.no_grad()
     def outputs(self, batch: Batch) -> Sequence[Tensor]:

@@ -60,6 +60,12 @@ def losses(
             )
         if each.rule.compares_samples and parallel.is_adasum:
             yield f"{key} {each.name!r} reaches over all replicas, which Adasum does not add up; use 'sum'"
+        if each.rule.own_divisor and (teacher.path or parallel.is_adasum):
+            other = "teacher.path" if teacher.path else f"parallel.reduction {parallel.reduction!r}"
+            yield (
+                f"{key} {each.name!r} counts by what all gradients of a step are divided when it is computed, which "
+                f"{other} does not allow; remove one of both"
+            )
     if export.training:
         yield from export_problems(losses)
     if "without_loss" in export.variants and not any(each.rule.by_graph for each in losses):

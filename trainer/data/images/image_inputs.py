@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from onward.trainer.config.loss_rules import DENSE_LOSSES
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD, ImageConfig
@@ -277,7 +278,8 @@ def box_column(data: DataConfig, losses: Sequence[LossConfig]) -> str:
     if wrong := [loss.name for loss in readers if not loss.takes_boxes]:
         problems.append(
             f"loss {', '.join(wrong)} does not assign boxes to the outputs of a model; use set_classes, set_l1 and "
-            "set_giou, or a loss of your own, which gets them as [B, boxes x 6] (docs/how-to/detect-objects.md)"
+            f"set_giou, {', '.join(DENSE_LOSSES)}, or a loss of your own, which gets them as [B, boxes x 6] "
+            "(docs/how-to/detect-objects.md)"
         )
     if image.resize == "crop":
         problems.append(

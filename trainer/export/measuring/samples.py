@@ -115,7 +115,9 @@ class WorstSamples:
         """Return the loss of one row, the mean over its targets; NaN if it has none."""
         # as the loss of a batch of one row, so that it is the same formula
         sums = self._losses(outputs, labels, 1)
-        counts = [float(loss.count(own, 1)) for loss, own in zip(self._losses.each, labels, strict=False)]
+        counts = [float(loss.divisor(own, 1)) for loss, own in zip(self._losses.each, labels, strict=False)]
+        if self._losses.counts_itself:
+            counts = [max(counts[0], 1.0)]
         if not counts or not all(counts):
             return math.nan
         means = [total / count for total, count in zip(sums, counts, strict=False)]

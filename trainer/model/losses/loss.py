@@ -28,6 +28,7 @@ from onward.trainer.data.sequence_lengths import sequence_problems
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.losses.chunked_loss import at_least_fp32
+from onward.trainer.model.losses.dense_heads.assigned import DividedLoss
 from onward.trainer.model.losses.loss_file import load_loss
 from onward.trainer.model.losses.loss_formulas import FORMULAS, LossInputs, as_rows
 from onward.trainer.model.losses.losses_in_units import label_axis, standardised
@@ -99,6 +100,16 @@ class Losses:
             total = total + value * (own * weight)
         return total
 
+    @property
+    def counts_itself(self) -> bool:
+        """Whether the loss of the run, its only one, counts by what its sum is divided."""
+        return any(loss.config.rule.own_divisor for loss in self.each)
+
+    @property
+    def own_divisor(self) -> Tensor | None:
+        """What the sum of the last call is divided by, of a run whose loss counts that itself; else None."""
+        return self.each[0].own_divisor if self.each else None
+
 
 class Loss:
     """One loss over the outputs of one micro-batch.
@@ -135,6 +146,8 @@ class Loss:
         self._counter = target_counter(config)
         self._cross_entropy = chunked_loss.compiled_cross_entropy if compiled else chunked_loss.cross_entropy
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
+        self.own_divisor: Tensor | None = None
+        """Of a loss with `own_divisor` in its rule: that of the last call, a scalar; 0 of a padding micro-batch."""
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
         """Return the loss summed over the targets that count: a scalar, differentiable. size: 0 for padding."""
@@ -174,7 +187,11 @@ class Loss:
             positive_weights=self._weights("positive_weights", read[0]),
             replicas=self._replicas,
         )
-        return self._formula(inputs)
+        result = self._formula(inputs)
+        if not isinstance(result, DividedLoss):
+            return result
+        self.own_divisor = result.divisor.detach().double()
+        return result.total
 
     def _check_axes(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None:
         """Raise ConfigError unless the outputs and the labels pair, axis by axis (data/schema/label_axes.py)."""
@@ -214,6 +231,10 @@ class Loss:
     def count(self, labels: Tensor | None, size: int) -> float | Tensor:
         """Return the number of targets of a micro-batch of `size` samples, without a forward pass."""
         return self._counter(labels, size)
+
+    def divisor(self, labels: Tensor | None, size: int) -> float | Tensor:
+        """Return what the sum of the last call, of these labels, is divided by; a loss with its own is at least 1."""
+        return self.count(labels, size) if self.own_divisor is None else self.own_divisor
 
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor], place: int = 0) -> None:
         """Raise DataError if a label that is a class is neither a class of the outputs nor the ignored label, and for

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import is_fake
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.target_counts import without_lengths
 from onward.trainer.model.losses import set_prediction
+from onward.trainer.model.losses.dense_heads.assigned import DividedLoss
+from onward.trainer.model.losses.dense_heads.families import FAMILIES, dense_loss
 from onward.trainer.model.losses.gathered_rows import gathered_rows
 
 
@@ -60,8 +62,8 @@ class LossInputs:
         return self.labels.reshape(self.output.shape).to(self.output.dtype)
 
 
-Formula = Callable[[LossInputs], Tensor]
-"""Return the loss summed over the targets that count, a scalar."""
+Formula = Callable[[LossInputs], Tensor | DividedLoss]
+"""Return the loss summed over the targets that count, a scalar; with its divisor if the loss counts that itself."""
 SetFormula = Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]
 """The same of class scores [B, Q, C], boxes [B, Q, 4] and labels [B, objects x 6]."""
 
@@ -267,6 +269,16 @@ def of_set(formula: SetFormula) -> Formula:
     return of_inputs
 
 
+def dense(x: LossInputs) -> DividedLoss:
+    """The loss of a detector that predicts boxes at every cell of a grid; of a padding micro-batch it is 0."""
+    # a head without an object is no part of the loss, and its gradient must exist
+    nothing = 0.0 * sum((output.sum() for output in x.outputs), start=x.output.new_zeros(()))
+    if not x.size or x.given is None:
+        return DividedLoss(nothing, nothing.detach())
+    total, divisor = dense_loss(x.outputs, x.given, x.loss)
+    return DividedLoss(total + nothing, divisor)
+
+
 FORMULAS: Mapping[str, Formula] = {
     "cross_entropy": cross_entropy,
     "mse": mse,
@@ -285,5 +297,6 @@ FORMULAS: Mapping[str, Formula] = {
     "set_classes": of_set(set_prediction.set_classes),
     "set_l1": of_set(set_prediction.set_l1),
     "set_giou": of_set(set_prediction.set_giou),
+    **dict.fromkeys(FAMILIES, dense),
 }
 """Loss -> its formula; that of `file` is the user's (loss_file.py)."""

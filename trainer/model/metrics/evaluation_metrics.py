@@ -171,8 +171,8 @@ class _LossMetrics:
 
     def update(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None:
         """Add one batch of `size` samples."""
-        count = self._loss.count(labels, size)
         loss_sum = self._loss(outputs, labels, size)
+        count = self._loss.divisor(labels, size)
         for total, value in zip(self._totals, (count, loss_sum), strict=True):
             total.add_(value)
         # a padding micro-batch has no labels: it takes part in collectives and adds nothing
@@ -207,6 +207,8 @@ class _LossMetrics:
         on_first_rank: also those that only rank 0 computes, because it has the lists; else NaN.
         """
         count, loss = next(sums)
+        if self._loss.config.rule.own_divisor:
+            count = max(count, 1.0)
         results = [loss / count if count else math.nan]
         for task, measure in self._measures:
             size = self.sizes[task]

@@ -14,6 +14,7 @@ from onward.trainer.config.metric_names import Task
 from onward.trainer.data.schema.target_counts import without_lengths
 from onward.trainer.errors import DataError
 from onward.trainer.model.losses import set_prediction
+from onward.trainer.model.losses.dense_heads.families import FAMILIES, dense_detections
 from onward.trainer.model.losses.loss import Loss
 from onward.trainer.model.losses.loss_formulas import as_rows, quantile_rows
 
@@ -156,6 +157,8 @@ class Measured:
     @cached_property
     def objects(self) -> tuple[Sequence[Tensor], Tensor]:
         """What was found in each image, class, score, x1, y1, x2, y2 [n, 6], and the labels [B, objects x 6]."""
+        if self.config.name in FAMILIES:
+            return dense_detections(self.embeddings, self.config), self._labels
         scores, boxes = self.embeddings
         return set_prediction.detections(scores, boxes, self.config), self._labels
 

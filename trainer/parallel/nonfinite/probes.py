@@ -262,6 +262,14 @@ class ProbedLosses:
     def __len__(self) -> int:
         return len(self._losses)
 
+    @property
+    def counts_itself(self) -> bool:
+        return self._losses.counts_itself
+
+    @property
+    def own_divisor(self) -> Tensor | None:
+        return self._losses.own_divisor
+
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
         self._losses.check_labels(batch, outputs)
         if self._evaluating:

@@ -50,6 +50,10 @@ GRADIENT_TOLERANCE = 1e-3
 class BatchLosses(Protocol):
     """Losses as sums over targets (trainer/model/losses/loss.py)."""
 
+    @property
+    def counts_itself(self) -> bool: ...
+    @property
+    def own_divisor(self) -> Tensor | None: ...
     def __len__(self) -> int: ...
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None: ...
     def __call__(
@@ -92,6 +96,9 @@ class Pipeline:
         self._group = group_data
         self._counts_loss = counts_loss
         self._autocast = autocast
+        self.own_divisor = torch.zeros((), dtype=torch.float64, device=device)
+        """This rank's share of what the gradients and the loss of the last step are still to be divided by, of a loss
+        that counts it in its forward passes (dense detectors); else 0."""
         self._is_training: bool | None = None
         """The mode of the stages' modules; None before the first pass."""
         self._scheduled: ScheduledStages | None = None
@@ -122,12 +129,15 @@ class Pipeline:
         real = [batch for batch in micro_batches if not batch.is_padding]
         # of each loss by itself: losses may ignore different labels
         counts = [sum(batch.num_targets[place] for batch in real) for place in range(len(self._losses))]
+        if self._losses.counts_itself:  # its sum is divided once all forward passes have counted
+            counts = [0.0]
         # Adasum weighs hosts by it, and takes runs of one loss only
         reducer.begin(len(micro_batches), counts[0], len(real))
         # the mean needs the number of targets everywhere: labels may be ignored, so ranks have different numbers
         totals, wait_for_totals = self._sum_over_replicas(counts)
         # on the device: reading a loss would wait for the GPU in each micro-batch
         loss_sums = torch.zeros(len(counts), device=self._device)
+        self.own_divisor.zero_()
 
         def scaled_loss(batch: Batch, outputs: Sequence[Tensor]) -> Tensor:
             losses = self._batch_losses(batch, outputs)
@@ -136,6 +146,8 @@ class Pipeline:
             if self._counts_loss:
                 for total, loss in zip(loss_sums, losses, strict=True):
                     total.add_(loss.detach())
+                if self._losses.own_divisor is not None and not batch.is_padding:
+                    self.own_divisor.add_(self._losses.own_divisor)
             return self._losses.weighted(losses, list(scale / _not_zero(totals)))
 
         with casts_kept(self._device):

@@ -23,6 +23,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.signature import Signature, read_training_signature
+from onward.trainer.data.images.image_inputs import box_column
+from onward.trainer.data.schema.box_cells import HEAD_NUMBERS
 from onward.trainer.data.schema.target_counts import counted_targets, labels_of
 from onward.trainer.data.storage.sharding import try_first_rows
 from onward.trainer.distributed.mesh import Coordinate
@@ -150,11 +152,14 @@ def example_batch(config: RunConfig, signature: Signature | None = None) -> tupl
     schema = try_first_rows(config, signature)[0]
     matched = InputColumns(config.data, config.loss, config.model, signature)
     text = matched.text
+    boxes = box_column(config.data, config.losses)
 
     def zeros(feed: Feed) -> Tensor:
         columns = [schema[name] for name in feed.columns]
         row = (*columns[0].shape, len(columns)) if feed.stacked else (1,) if feed.is_one_column else columns[0].shape
         row = feed.image.sample_shape if feed.image else feed.mask or row
+        if feed.columns == (boxes,):  # a batch has them without the size of the image in front
+            row = (row[0] - HEAD_NUMBERS,)
         if text and text.block_mask and feed.columns == (text.block_mask.name,):
             row = (*(1,) * (len(text.block_mask.shape or ()) - 3), *row, *row)
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))

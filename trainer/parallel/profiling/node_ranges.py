@@ -171,6 +171,14 @@ class TimedLosses:
     def __len__(self) -> int:
         return len(self._losses)
 
+    @property
+    def counts_itself(self) -> bool:
+        return self._losses.counts_itself
+
+    @property
+    def own_divisor(self) -> Tensor | None:
+        return self._losses.own_divisor
+
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
         with self._ranges.range(LOSS):
             self._losses.check_labels(batch, outputs)

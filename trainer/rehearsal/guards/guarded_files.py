@@ -116,6 +116,7 @@ def guarded_run(
         module.zero_grad(set_to_none=True)
         return found
 
+    assigns = any(each.rule.own_divisor for each in [loss.config for loss in graph.losses.each])
     proto = file.proto if isinstance(file, ModelFile) else file
     why = why_not_derived(proto, module)
     if graph.module is not module:
@@ -126,7 +127,25 @@ def guarded_run(
     # a file with a fixed batch, or rows that fill one up, runs at that size alone
     rows = len(batch.inputs[0])
     sizes = (rows,) if batch.filled_to or declared_batch(proto.graph) else tuple(dict.fromkeys((rows, 1)))
-    return Guarded(file, module, batch.inputs, sizes, tolerance, loss, gradients, written, why)
+    compared = _linear_loss(exact, batch) if assigns and not why else loss
+    return Guarded(file, module, batch.inputs, sizes, tolerance, compared, gradients, written, why)
+
+
+def _linear_loss(graph: RehearsedGraph, batch: Batch) -> Callable[[Sequence[Tensor], torch.dtype], Tensor]:
+    """Return a loss with the gradient that the run's loss has at the outputs of this batch: sum of gradient x output.
+
+    Its targets depend on the outputs, and no gradient goes through them: its difference is not what its gradient says.
+    """
+    with torch.enable_grad():
+        outputs = [each.detach().requires_grad_() for each in graph.outputs(batch)]
+        factors = torch.autograd.grad(graph.loss_of(outputs, batch), outputs)
+
+    def loss(found: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        rows = batch.own_rows(found)
+        parts = [(each.to(dtype) * own.to(dtype)).sum() for each, own in zip(rows, factors, strict=True)]
+        return torch.stack(parts).sum()
+
+    return loss
 
 
 def guard_run(

@@ -1,0 +1,233 @@
+"""Losses of detectors with a grid: values and gradients are those of torchvision and of the published formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.model.losses.dense_heads.assigned import DividedLoss
+from onward.trainer.model.losses.dense_heads.families import FAMILIES, dense_detections, dense_loss
+from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+
+SIDE, CLASSES, IMAGES = 64, 5, 3
+STRIDES = (8.0, 16.0, 32.0)
+ANCHORS = tuple(tuple((4.0 * s * w, 4.0 * s / w) for w in (0.8, 1.0, 1.5)) for s in (2, 4, 8))
+CHANNELS = {
+    "yolov8": (64, CLASSES),
+    "yolox": (4, 1, CLASSES),
+    "fcos": (4, 1, CLASSES),
+    "retinanet": (4, CLASSES),
+    "ssd": (4, CLASSES + 1),
+    "centernet": (CLASSES, 2, 2),
+}
+
+
+def config(name: Any, num_outputs: int = 0, **changes: Any) -> LossConfig:
+    anchors = ANCHORS if name in ("retinanet", "ssd") else ()
+    strides = STRIDES[:1] if name == "centernet" else STRIDES
+    given = {"name": name, "strides": strides, "anchors": anchors, "ignore_index": -100, "output": ("raw",) * num_outputs}
+    return LossConfig.model_validate(given | changes)
+
+
+def raw_outputs(name: str, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    loss = config(name)
+    per_cell = len(ANCHORS[0]) if loss.anchors else 1
+    found = []
+    for stride in loss.strides:
+        cells = int(SIDE / stride)
+        for channels in CHANNELS[name]:
+            values = torch.randn(IMAGES, channels * per_cell, cells, cells, generator=generator)
+            # distances of FCOS come behind a ReLU
+            is_distance = name == "fcos" and channels == 4
+            found.append((values.abs() if is_distance else 0.5 * values).requires_grad_())
+    return found
+
+
+def labels_of(objects: list[list[tuple[float, ...]]]) -> Tensor:
+    """Rows of class, x1, y1, x2, y2, flag, padded."""
+    most = max(map(len, objects))
+    rows = torch.full((len(objects), most, 6), -1.0)
+    for image, own in enumerate(objects):
+        for place, values in enumerate(own):
+            rows[image, place] = torch.tensor(values)
+    return rows.flatten(1)
+
+
+def labels() -> Tensor:
+    """Four objects, of which one is a crowd; three; none."""
+    random = np.random.default_rng(0)
+    objects: list[list[tuple[float, ...]]] = [[], [], []]
+    for image, number in enumerate((4, 3, 0)):
+        for place in range(number):
+            corner = random.random(2) * 0.6
+            size = 0.1 + random.random(2) * 0.3
+            flag = 1 if (image, place) == (0, 1) else 0
+            objects[image].append((int(random.integers(CLASSES)), *corner, *(corner + size), flag))
+    return labels_of(objects)
+
+
+def computed(name: str, outputs: list[Tensor], own_labels: Tensor, **changes: Any) -> DividedLoss:
+    return dense_loss(outputs, own_labels, config(name, len(outputs), **changes))
+
+
+def mean_and_gradients(name: str, outputs: list[Tensor], own_labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    total, divisor = computed(name, outputs, own_labels)
+    mean = total / divisor.clamp(min=1)
+    return mean, torch.autograd.grad(mean, outputs)
+
+
+def targets_of(own_labels: Tensor) -> list[dict[str, Tensor]]:
+    """As torchvision takes them: boxes in pixels and classes of each image, without crowds."""
+    found = []
+    for rows in own_labels.reshape(IMAGES, -1, 6):
+        counted = rows[(rows[:, 0] >= 0) & (rows[:, 5] == 0)]
+        found.append({"boxes": counted[:, 1:5] * SIDE, "labels": counted[:, 0].long()})
+    return found
+
+
+def torchvision_mean(name: str, outputs: list[Tensor], own_labels: Tensor) -> Tensor:
+    """The sum of torchvision's losses for the same raw outputs."""
+    import_torchvision()
+    from torchvision.models import detection
+    from torchvision.models.detection.anchor_utils import AnchorGenerator, DefaultBoxGenerator
+    from torchvision.models.detection.image_list import ImageList
+
+    targets = targets_of(own_labels)
+    images = ImageList(torch.zeros(IMAGES, 3, SIDE, SIDE), [(SIDE, SIDE)] * IMAGES)
+    features = [torch.zeros(IMAGES, 1, int(SIDE / stride), int(SIDE / stride)) for stride in STRIDES]
+    kinds = len(CHANNELS[name])
+    per_cell = len(ANCHORS[0]) if config(name).anchors else 1
+
+    def table(kind: int) -> Tensor:
+        rows = []
+        for level in range(len(STRIDES)):
+            value = outputs[level * kinds + kind]
+            split = value.unflatten(1, (per_cell, -1)).permute(0, 3, 4, 1, 2)
+            rows.append(split.flatten(1, 3))
+        return torch.cat(rows, 1)
+
+    if name == "fcos":
+        head: Any = detection.fcos.FCOSHead(256, 1, CLASSES, 1)
+        anchors = AnchorGenerator(tuple((stride,) for stride in STRIDES), ((1.0,),) * 3)(images, features)
+        result = {"bbox_regression": table(0), "bbox_ctrness": table(1), "cls_logits": table(2)}
+        per_level = [feature.shape[2] * feature.shape[3] for feature in features]
+        owner = object.__new__(detection.FCOS)
+        torch.nn.Module.__init__(owner)
+        owner.head, owner.center_sampling_radius = head, 1.5
+        return sum(owner.compute_loss(targets, result, anchors, per_level).values(), torch.zeros(()))
+    if name == "retinanet":
+        generator: Any = AnchorGenerator(((1,),) * 3, ((1.0,),) * 3)
+        generator.cell_anchors = [
+            torch.tensor([[-w / 2, -h / 2, w / 2, h / 2] for w, h in sides]) for sides in ANCHORS
+        ]
+        owner = object.__new__(detection.RetinaNet)
+        torch.nn.Module.__init__(owner)
+        owner.head = detection.retinanet.RetinaNetHead(256, 3, CLASSES)
+        owner.proposal_matcher = detection._utils.Matcher(0.5, 0.4, allow_low_quality_matches=True)
+        result = {"bbox_regression": table(0), "cls_logits": table(1)}
+        return sum(owner.compute_loss(targets, result, generator(images, features)).values(), torch.zeros(()))
+    boxes = DefaultBoxGenerator([[]] * 3, scales=[0.1, 0.2, 0.3, 0.4])
+    boxes._wh_pairs = [torch.tensor(sides) / SIDE for sides in ANCHORS]
+    boxes.clip = False
+    owner = object.__new__(detection.ssd.SSD)
+    torch.nn.Module.__init__(owner)
+    owner.box_coder = detection._utils.BoxCoder(weights=(10.0, 10.0, 5.0, 5.0))
+    owner.proposal_matcher = detection._utils.SSDMatcher(0.5)
+    owner.neg_to_pos_ratio = 3
+    defaults = boxes(images, features)
+    matched = [owner.proposal_matcher(detection.ssd.box_ops.box_iou(t["boxes"], d)) if len(t["boxes"]) else
+               torch.full((len(d),), -1) for t, d in zip(targets, defaults, strict=True)]
+    # class 0 is the background
+    shifted = [{"boxes": t["boxes"], "labels": t["labels"] + 1} for t in targets]
+    result = {"bbox_regression": table(0), "cls_logits": table(1)}
+    return sum(owner.compute_loss(shifted, result, defaults, matched).values(), torch.zeros(()))
+
+
+@pytest.mark.parametrize("name", ["fcos", "retinanet", "ssd"])
+def test_the_loss_and_its_gradients_are_those_of_torchvision(name: str) -> None:
+    outputs, own_labels = raw_outputs(name), labels()
+    mean, gradients = mean_and_gradients(name, outputs, own_labels)
+    reference = torchvision_mean(name, outputs, own_labels)
+    torch.testing.assert_close(mean, reference, rtol=1e-5, atol=0)
+    expected = torch.autograd.grad(reference, outputs)
+    for own, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sums_and_divisors_of_single_images_are_those_of_the_batch(name: str) -> None:
+    outputs, own_labels = raw_outputs(name), labels()
+    whole = computed(name, outputs, own_labels)
+    parts = [
+        computed(name, [each[image : image + 1] for each in outputs], own_labels[image : image + 1])
+        for image in range(IMAGES)
+    ]
+    torch.testing.assert_close(whole.total, sum((part.total for part in parts), torch.zeros(())))
+    torch.testing.assert_close(
+        whole.divisor.double(), sum((part.divisor.double() for part in parts), torch.zeros((), dtype=torch.float64))
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_batch_of_background_has_a_finite_loss_and_gradient(name: str) -> None:
+    for own_labels in (torch.full((IMAGES, 12), -1.0), torch.zeros(IMAGES, 0)):
+        mean, gradients = mean_and_gradients(name, raw_outputs(name), own_labels)
+        assert torch.isfinite(mean)
+        assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_tensor_with_the_channels_of_all_roles_reads_as_several(name: str) -> None:
+    outputs, own_labels = raw_outputs(name), labels()
+    kinds = len(CHANNELS[name])
+    per_cell = len(ANCHORS[0]) if config(name).anchors else 1
+    joined = []
+    for level in range(0, len(outputs), kinds):
+        by_anchor = [value.unflatten(1, (per_cell, -1)) for value in outputs[level : level + kinds]]
+        joined.append(torch.cat(by_anchor, 2).flatten(1, 2))
+    one, several = (computed(name, each, own_labels) for each in (joined, outputs))
+    torch.testing.assert_close(one.total, several.total)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_the_raw_outputs_finds_the_objects(name: str) -> None:
+    own_labels = labels_of([[(2, 0.1, 0.2, 0.5, 0.6, 0)], [(0, 0.3, 0.3, 0.8, 0.9, 0), (4, 0.05, 0.6, 0.3, 0.9, 0)], []])
+    outputs = [value.detach().mul(0.1).requires_grad_() for value in raw_outputs(name)]
+    optimizer = torch.optim.Adam(outputs, 0.1)
+    for _ in range(300):
+        optimizer.zero_grad()
+        total, divisor = computed(name, outputs, own_labels)
+        (total / divisor.clamp(min=1)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    found = dense_detections(outputs, config(name, len(outputs)))
+    for image, number in enumerate((1, 2, 0)):
+        objects = own_labels[image].reshape(-1, 6)[:number]
+        best = found[image][:number]
+        for row in objects:
+            same = best[best[:, 0] == row[0]]
+            assert len(same) == 1
+            assert same[0, 1] > 0.4
+            assert (same[0, 2:] - row[1:5]).abs().max() < 0.03
+        assert not (found[image][number:, 1] > 0.6).any()
+
+
+def test_what_does_not_fit_is_named() -> None:
+    outputs, own_labels = raw_outputs("yolox"), labels()
+    with pytest.raises(ConfigError, match="names 8 tensors and loss.strides 3 levels; yolox reads 1 or 3 tensors"):
+        computed("yolox", outputs[:8], own_labels)
+    with pytest.raises(ConfigError, match=r"reads raw outputs \[batch, channels, height, width\], but 'raw' is \[3, 4\]"):
+        computed("yolox", [value[..., 0, 0] for value in outputs[:1]], own_labels, strides=(8.0,))
+    with pytest.raises(ConfigError, match="loss.anchors has 3 levels, but loss.strides 1"):
+        computed("ssd", raw_outputs("ssd")[:2], own_labels, strides=(8.0,))
+    with pytest.raises(ConfigError, match="has 4 channels for each anchor; .* need 65"):
+        computed("yolov8", [raw_outputs("fcos")[0]], own_labels, strides=(8.0,))
+    own_labels[0, 0] = CLASSES
+    with pytest.raises(DataError, match=r"a box has class 5, but the scores of loss yolox have the classes 0\.\.4"):
+        computed("yolox", outputs, own_labels)

@@ -1,0 +1,126 @@
+"""The families of dense detectors, by the name of their loss: how raw outputs are read, decoded and trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.model.losses.dense_heads import anchor_overlap, centre_sampled, heat_map, simota, task_aligned
+from onward.trainer.model.losses.dense_heads.assigned import DividedLoss, overlaps
+from onward.trainer.model.losses.dense_heads.head import Head, Role, check_classes, read_head
+
+MOST_DETECTIONS = 300
+LEAST_SCORE = 0.001
+SAME_OBJECT = 0.65
+"""Intersection over union from which the lesser of two boxes of one class is left out."""
+MOST_COMPARED = 1000
+"""Pairs of box and class of an image, the best ones, among which such boxes are looked for."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of dense detectors."""
+
+    roles: Mapping[Role, int]
+    """Role -> its channels for each anchor, 0 = all others; in the order of the raw outputs."""
+    offset: float
+    """Where the point of a cell is, in cells from its left upper corner."""
+    decode: Callable[[Head], Tensor]
+    """Return the corners of all boxes in pixels [B, P, 4]."""
+    confidence: Callable[[Head], Tensor]
+    """Return the probability of each class [B, P, C]."""
+    loss: Callable[[Head, Tensor, LossConfig], DividedLoss]
+    first_class: int = 0
+    """The place of the data's first class among the scores: 1 behind a background class."""
+    keeps_all: bool = False
+    """Whether boxes that overlap are kept, as where only the greatest score of some cells is left."""
+
+    def head(self, outputs: Sequence[Tensor], loss: LossConfig) -> Head:
+        """Return the raw outputs [B, channels, H, W] as one table."""
+        return read_head(outputs, loss, self.roles, offset=self.offset)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "yolov8": Family(
+        task_aligned.ROLES, task_aligned.OFFSET, task_aligned.decode, task_aligned.confidence, task_aligned.loss
+    ),
+    "yolox": Family(simota.ROLES, simota.OFFSET, simota.decode, simota.confidence, simota.loss),
+    "fcos": Family(
+        centre_sampled.ROLES,
+        centre_sampled.OFFSET,
+        centre_sampled.decode,
+        centre_sampled.confidence,
+        centre_sampled.loss,
+    ),
+    "retinanet": Family(
+        anchor_overlap.ROLES,
+        anchor_overlap.RETINANET_OFFSET,
+        anchor_overlap.decode_retinanet,
+        anchor_overlap.confidence_retinanet,
+        anchor_overlap.retinanet_loss,
+    ),
+    "ssd": Family(
+        anchor_overlap.ROLES,
+        anchor_overlap.SSD_OFFSET,
+        anchor_overlap.decode_ssd,
+        anchor_overlap.confidence_ssd,
+        anchor_overlap.ssd_loss,
+        first_class=1,
+    ),
+    "centernet": Family(
+        heat_map.ROLES, heat_map.OFFSET, heat_map.decode, heat_map.confidence, heat_map.loss, keeps_all=True
+    ),
+}
+
+
+def dense_loss(outputs: Sequence[Tensor], labels: Tensor, loss: LossConfig) -> DividedLoss:
+    """Return the loss of a dense detector. outputs: raw, [B, channels, H, W] each; labels: [B, objects x 6]."""
+    family = FAMILIES[loss.name]
+    head = family.head(outputs, loss)
+    if not is_fake(head.scores):  # they are while memory is estimated
+        check_classes(labels, head.scores.shape[-1] - family.first_class, loss.name)
+    return family.loss(head, labels, loss)
+
+
+@torch.no_grad()
+def dense_detections(outputs: Sequence[Tensor], loss: LossConfig) -> Sequence[Tensor]:
+    """Return what raw outputs have found in each image: class, score, x1, y1, x2, y2 by score, [n, 6].
+
+    Corners are in shares of the model's input. Boxes of one class that overlap are one object, that of the best score.
+    """
+    family = FAMILIES[loss.name]
+    head = family.head(outputs, loss)
+    boxes = family.decode(head) / head.size.repeat(2)
+    confidence = family.confidence(head)
+    found = []
+    for scores, corners in zip(confidence, boxes, strict=True):
+        best = scores.flatten().topk(min(MOST_COMPARED, scores.numel()))
+        is_found = best.values > LEAST_SCORE
+        values, pairs = best.values[is_found], best.indices[is_found]
+        rows, classes = pairs // scores.shape[-1], pairs % scores.shape[-1]
+        if not family.keeps_all:
+            kept = _not_suppressed(corners[rows], classes)
+            values, rows, classes = values[kept], rows[kept], classes[kept]
+        columns = torch.cat([classes[:, None].to(corners.dtype), values[:, None], corners[rows]], 1)
+        found.append(columns[:MOST_DETECTIONS])
+    return found
+
+
+def _not_suppressed(boxes: Tensor, classes: Tensor) -> Tensor:
+    """Return which boxes [n, 4], the best first, no better box of their class overlaps: bool [n].
+
+    torchvision's operator is not there beside another build of torch (onnx_graph/torchvision_import.py).
+    """
+    is_same = (overlaps(boxes[:, None], boxes) > SAME_OBJECT) & (classes[:, None] == classes)
+    suppresses = is_same.triu(1).cpu()
+    kept = torch.ones(len(boxes), dtype=torch.bool)
+    for place, others in enumerate(suppresses):
+        # a box that is left out suppresses none itself
+        if kept[place]:
+            kept &= ~others
+    return kept.to(boxes.device)

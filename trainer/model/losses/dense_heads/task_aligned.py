@@ -1,0 +1,125 @@
+"""YOLOv8 and its successors: distances as distributions, and objects assigned by class score and overlap together.
+
+    channel of a box    16 logits for each of left, top, right, bottom; the distance is the mean of 0 .. 15 under their
+                        softmax, in cells (distribution focal loss, arXiv:2006.04388)
+    alignment           score^0.5 x CIoU^6 of each prediction and each object that its point is in; an object shorter
+                        than the second stride counts as that long here, so that it has points
+    assigned            the 10 best of each object; of several objects that with the greatest CIoU
+    target score        the alignment, scaled so that the best of an object has the object's greatest CIoU
+
+Source: task alignment learning (arXiv:2108.07755), with the numbers of YOLOv8. Three terms: classes 0.5, boxes (CIoU)
+7.5, distributions 1.5, all divided by the sum of the target scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.model.losses.dense_heads.assigned import (
+    DividedLoss,
+    boxes_of,
+    ciou,
+    classes_of,
+    distances,
+    inside,
+    of_distances,
+)
+from onward.trainer.model.losses.dense_heads.head import DISTANCE_BINS, Head, Role
+
+ROLES: dict[Role, int] = {"boxes": 4 * DISTANCE_BINS, "scores": 0}
+OFFSET = 0.5
+BEST, SCORE_POWER, OVERLAP_POWER = 10, 0.5, 6.0
+CLASS_WEIGHT, BOX_WEIGHT, DISTANCE_WEIGHT = 0.5, 7.5, 1.5
+TINY = 1e-9
+
+
+@dataclass(frozen=True)
+class _Assigned:
+    places: Tensor
+    """Of the object of each prediction [B, P]; -1 = none."""
+    scores: Tensor
+    """Target scores [B, P, C]."""
+
+
+def decode(head: Head) -> Tensor:
+    """Return the corners of all boxes, in pixels: [B, P, 4]."""
+    logits = head.codes.unflatten(-1, (4, -1))
+    numbers = torch.arange(logits.shape[-1], device=logits.device, dtype=logits.dtype)
+    return of_distances(head.points, (logits.softmax(-1) @ numbers) * head.strides[:, None])
+
+
+def confidence(head: Head) -> Tensor:
+    """Return the probability of each class [B, P, C]."""
+    return head.scores.sigmoid()
+
+
+def loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLoss:
+    """Return the three terms, added up. labels: [B, objects x 6]."""
+    classes, boxes, is_trained = head.objects(labels)
+    found = decode(head)
+    strides = sorted(config.strides)
+    least = strides[min(1, len(strides) - 1)]
+    assigned = assign(confidence(head).detach(), found.detach(), head.points, classes, boxes, is_trained, least=least)
+    of_classes = F.binary_cross_entropy_with_logits(head.scores, assigned.scores, reduction="sum")
+    weights = assigned.scores.sum(-1)
+    wanted = boxes_of(assigned.places, boxes)
+    # predictions without an object have weight 0, and their own box as target: the CIoU of any other may be infinite
+    wanted = torch.where((assigned.places >= 0)[..., None], wanted, found.detach())
+    of_boxes = ((1 - ciou(found, wanted)) * weights).sum()
+    of_distance = (_distribution_terms(head, wanted) * weights).sum()
+    total = CLASS_WEIGHT * of_classes + BOX_WEIGHT * of_boxes + DISTANCE_WEIGHT * of_distance
+    return DividedLoss(total, weights.sum())
+
+
+@torch.no_grad()
+def assign(
+    scores: Tensor,
+    found: Tensor,
+    points: Tensor,
+    classes: Tensor,
+    boxes: Tensor,
+    is_trained: Tensor,
+    *,
+    least: float,
+) -> _Assigned:
+    """Assign objects to predictions. scores [B, P, C]; found [B, P, 4]; objects: classes [B, M], boxes [B, M, 4].
+
+    least: the shortest side of a box in which points are looked for, in pixels.
+    """
+    centres = (boxes[..., :2] + boxes[..., 2:]) / 2
+    halves = (boxes[..., 2:] - boxes[..., :2]).clamp(min=least) / 2
+    may = inside(points, torch.cat([centres - halves, centres + halves], -1), TINY) & is_trained[..., None]
+    of_class = scores.transpose(1, 2).gather(1, classes[..., None].expand(-1, -1, len(points)))
+    overlap = ciou(found[:, None], boxes[:, :, None]).clamp(min=0) * may
+    alignment = of_class**SCORE_POWER * overlap**OVERLAP_POWER * may
+    best = alignment.topk(min(BEST, len(points)), -1).indices
+    is_assigned = torch.zeros_like(may).scatter(-1, best, True) & may
+    # a prediction that several objects chose has the one of the greatest overlap
+    is_shared = is_assigned.sum(1, keepdim=True) > 1
+    greatest = F.one_hot(overlap.argmax(1), overlap.shape[1]).transpose(1, 2).bool()
+    is_assigned = torch.where(is_shared, greatest, is_assigned)
+    places = torch.where(is_assigned.any(1), is_assigned.int().argmax(1), -1)
+    # each object's alignments, scaled so that the greatest is its greatest overlap
+    alignment = alignment * is_assigned
+    best_overlap = (overlap * is_assigned).amax(-1, keepdim=True)
+    scaled = alignment * best_overlap / (alignment.amax(-1, keepdim=True) + TINY)
+    targets = classes_of(places, classes, scores.shape[-1]) * scaled.amax(1)[..., None]
+    return _Assigned(places, targets)
+
+
+def _distribution_terms(head: Head, wanted: Tensor) -> Tensor:
+    """Return the distribution focal loss of each prediction [B, P]: cross-entropy of the two bins beside a distance."""
+    logits = head.codes.unflatten(-1, (4, -1))
+    bins = logits.shape[-1]
+    cells = (distances(head.points, wanted) / head.strides[:, None]).clamp(0, bins - 1 - 0.01)
+    lower = cells.floor().long()
+    share = cells - lower
+    entropy = -logits.log_softmax(-1)
+    terms = entropy.gather(-1, lower[..., None])[..., 0] * (1 - share)
+    terms = terms + entropy.gather(-1, lower[..., None] + 1)[..., 0] * share
+    return terms.mean(-1)

@@ -62,7 +62,7 @@ class LossRule:
     sharded_logits: bool = False
     """Whether tensor parallelism computes it from logits of which each rank has some classes."""
     own_divisor: bool = False
-    """Whether the loss counts by what its sum is divided, which depends on outputs; it is the only loss of a run then."""
+    """Whether the loss counts by what its sum is divided, which depends on outputs. It is the only loss of a run."""
     no_onnx: str = ""
     """Why `export.training` cannot write it; "" = loss_nodes.py has its nodes."""
     synonyms: tuple[str, ...] = ()

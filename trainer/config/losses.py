@@ -85,7 +85,8 @@ class LossConfig(Section):
     quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] = (0.5,)
     """quantile: those that the last axis of the output predicts."""
     alpha: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.25
-    """focal, set_classes, fcos, retinanet: the weight of positive labels, 1 - alpha that of negative ones; below 0 = none."""
+    """focal, set_classes, fcos, retinanet: the weight of positive labels, 1 - alpha that of negative ones; below 0 =
+    none."""
     gamma: NonNegativeFloat = 2.0
     """focal, set_classes, fcos, retinanet: how much less labels count that are predicted well."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -240,7 +241,7 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
             )
         for name in ("strides", "anchors"):
             if name in each.rule.takes and not getattr(each, name):
-                yield f"{key('name')} {each.name!r} needs {key(name)}; `onward init MODEL IMAGES` reads them from the file"
+                yield f"{key('name')} {each.name!r} needs {key(name)}; `onward init MODEL IMAGES` reads the file"
         if wanted and len(each.outputs) != wanted:
             found = len(each.outputs)
             yield f"{key('output')}: {each.name} reads {wanted} outputs of the graph, not {found}; name them"

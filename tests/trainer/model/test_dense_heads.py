@@ -31,7 +31,13 @@ CHANNELS = {
 def config(name: Any, num_outputs: int = 0, **changes: Any) -> LossConfig:
     anchors = ANCHORS if name in ("retinanet", "ssd") else ()
     strides = STRIDES[:1] if name == "centernet" else STRIDES
-    given = {"name": name, "strides": strides, "anchors": anchors, "ignore_index": -100, "output": ("raw",) * num_outputs}
+    given = {
+        "name": name,
+        "strides": strides,
+        "anchors": anchors,
+        "ignore_index": -100,
+        "output": ("raw",) * num_outputs,
+    }
     return LossConfig.model_validate(given | changes)
 
 
@@ -124,9 +130,7 @@ def torchvision_mean(name: str, outputs: list[Tensor], own_labels: Tensor) -> Te
         return sum(owner.compute_loss(targets, result, anchors, per_level).values(), torch.zeros(()))
     if name == "retinanet":
         generator: Any = AnchorGenerator(((1,),) * 3, ((1.0,),) * 3)
-        generator.cell_anchors = [
-            torch.tensor([[-w / 2, -h / 2, w / 2, h / 2] for w, h in sides]) for sides in ANCHORS
-        ]
+        generator.cell_anchors = [torch.tensor([[-w / 2, -h / 2, w / 2, h / 2] for w, h in sides]) for sides in ANCHORS]
         owner = object.__new__(detection.RetinaNet)
         torch.nn.Module.__init__(owner)
         owner.head = detection.retinanet.RetinaNetHead(256, 3, CLASSES)
@@ -142,8 +146,12 @@ def torchvision_mean(name: str, outputs: list[Tensor], own_labels: Tensor) -> Te
     owner.proposal_matcher = detection._utils.SSDMatcher(0.5)
     owner.neg_to_pos_ratio = 3
     defaults = boxes(images, features)
-    matched = [owner.proposal_matcher(detection.ssd.box_ops.box_iou(t["boxes"], d)) if len(t["boxes"]) else
-               torch.full((len(d),), -1) for t, d in zip(targets, defaults, strict=True)]
+    matched = [
+        owner.proposal_matcher(detection.ssd.box_ops.box_iou(t["boxes"], d))
+        if len(t["boxes"])
+        else torch.full((len(d),), -1)
+        for t, d in zip(targets, defaults, strict=True)
+    ]
     # class 0 is the background
     shifted = [{"boxes": t["boxes"], "labels": t["labels"] + 1} for t in targets]
     result = {"bbox_regression": table(0), "cls_logits": table(1)}
@@ -198,7 +206,9 @@ def test_one_tensor_with_the_channels_of_all_roles_reads_as_several(name: str) -
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_the_raw_outputs_finds_the_objects(name: str) -> None:
-    own_labels = labels_of([[(2, 0.1, 0.2, 0.5, 0.6, 0)], [(0, 0.3, 0.3, 0.8, 0.9, 0), (4, 0.05, 0.6, 0.3, 0.9, 0)], []])
+    own_labels = labels_of(
+        [[(2, 0.1, 0.2, 0.5, 0.6, 0)], [(0, 0.3, 0.3, 0.8, 0.9, 0), (4, 0.05, 0.6, 0.3, 0.9, 0)], []]
+    )
     outputs = [value.detach().mul(0.1).requires_grad_() for value in raw_outputs(name)]
     optimizer = torch.optim.Adam(outputs, 0.1)
     for _ in range(300):
@@ -220,13 +230,15 @@ def test_training_the_raw_outputs_finds_the_objects(name: str) -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     outputs, own_labels = raw_outputs("yolox"), labels()
-    with pytest.raises(ConfigError, match="names 8 tensors and loss.strides 3 levels; yolox reads 1 or 3 tensors"):
+    with pytest.raises(ConfigError, match=r"names 8 tensors and loss.strides 3 levels; yolox reads 1 or 3 tensors"):
         computed("yolox", outputs[:8], own_labels)
-    with pytest.raises(ConfigError, match=r"reads raw outputs \[batch, channels, height, width\], but 'raw' is \[3, 4\]"):
+    with pytest.raises(
+        ConfigError, match=r"reads raw outputs \[batch, channels, height, width\], but 'raw' is \[3, 4\]"
+    ):
         computed("yolox", [value[..., 0, 0] for value in outputs[:1]], own_labels, strides=(8.0,))
-    with pytest.raises(ConfigError, match="loss.anchors has 3 levels, but loss.strides 1"):
+    with pytest.raises(ConfigError, match=r"loss\.anchors has 3 levels, but loss.strides 1"):
         computed("ssd", raw_outputs("ssd")[:2], own_labels, strides=(8.0,))
-    with pytest.raises(ConfigError, match="has 4 channels for each anchor; .* need 65"):
+    with pytest.raises(ConfigError, match=r"has 4 channels for each anchor; .* need 65"):
         computed("yolov8", [raw_outputs("fcos")[0]], own_labels, strides=(8.0,))
     own_labels[0, 0] = CLASSES
     with pytest.raises(DataError, match=r"a box has class 5, but the scores of loss yolox have the classes 0\.\.4"):

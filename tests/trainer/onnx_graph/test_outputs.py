@@ -90,8 +90,8 @@ def test_doctor_says_that_a_run_reads_the_logits_when_the_first_output_is_a_soft
     (tmp_path / "p.onnx").write_bytes(model.SerializeToString())
     (found,) = (warning for warning in diagnose(tmp_path / "p.onnx").warnings if warning.key == "probabilities")
     assert found.what == (
-        "output 'probabilities' holds probabilities: a run with the loss cross_entropy, ctc, dice and set_classes reads "
-        "'logits', the logits before Softmax, and the exported file still has the output"
+        "output 'probabilities' holds probabilities: a run with the loss cross_entropy, ctc, dice and set_classes "
+        "reads 'logits', the logits before Softmax, and the exported file still has the output"
     )
     assert found.remedy.endswith("to compute such a loss from the probabilities, set model.output = 'probabilities'")
 

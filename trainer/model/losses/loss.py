@@ -28,9 +28,8 @@ from onward.trainer.data.sequence_lengths import sequence_problems
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.losses.chunked_loss import at_least_fp32
-from onward.trainer.model.losses.dense_heads.assigned import DividedLoss
 from onward.trainer.model.losses.loss_file import load_loss
-from onward.trainer.model.losses.loss_formulas import FORMULAS, LossInputs, as_rows
+from onward.trainer.model.losses.loss_formulas import FORMULAS, Formula, LossInputs, as_rows, dense
 from onward.trainer.model.losses.losses_in_units import label_axis, standardised
 from onward.trainer.model.losses.teacher_loss import TeacherLoss
 from onward.trainer.model.losses.vocabulary_loss import ClassShard
@@ -142,7 +141,7 @@ class Loss:
         self._declared = (shapes or {}).get(self._output_name)
         self._replicas = replicas
         # read once: a file of the user's is neither loaded nor checked again for each micro-batch
-        self._formula = load_loss(config.file) if config.is_own else FORMULAS[config.name]
+        self._formula = self._formula_of(config)
         self._counter = target_counter(config)
         self._cross_entropy = chunked_loss.compiled_cross_entropy if compiled else chunked_loss.cross_entropy
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
@@ -187,11 +186,17 @@ class Loss:
             positive_weights=self._weights("positive_weights", read[0]),
             replicas=self._replicas,
         )
-        result = self._formula(inputs)
-        if not isinstance(result, DividedLoss):
-            return result
-        self.own_divisor = result.divisor.detach().double()
-        return result.total
+        return self._formula(inputs)
+
+    def _formula_of(self, config: LossConfig) -> Formula:
+        if config.rule.own_divisor:
+            return self._dense
+        return load_loss(config.file) if config.is_own else FORMULAS[config.name]
+
+    def _dense(self, inputs: LossInputs) -> Tensor:
+        total, divisor = dense(inputs)
+        self.own_divisor = divisor.detach().double()
+        return total
 
     def _check_axes(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None:
         """Raise ConfigError unless the outputs and the labels pair, axis by axis (data/schema/label_axes.py)."""

@@ -20,7 +20,7 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.target_counts import without_lengths
 from onward.trainer.model.losses import set_prediction
 from onward.trainer.model.losses.dense_heads.assigned import DividedLoss
-from onward.trainer.model.losses.dense_heads.families import FAMILIES, dense_loss
+from onward.trainer.model.losses.dense_heads.families import dense_loss
 from onward.trainer.model.losses.gathered_rows import gathered_rows
 
 
@@ -62,8 +62,8 @@ class LossInputs:
         return self.labels.reshape(self.output.shape).to(self.output.dtype)
 
 
-Formula = Callable[[LossInputs], Tensor | DividedLoss]
-"""Return the loss summed over the targets that count, a scalar; with its divisor if the loss counts that itself."""
+Formula = Callable[[LossInputs], Tensor]
+"""Return the loss summed over the targets that count, a scalar."""
 SetFormula = Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]
 """The same of class scores [B, Q, C], boxes [B, Q, 4] and labels [B, objects x 6]."""
 
@@ -297,6 +297,5 @@ FORMULAS: Mapping[str, Formula] = {
     "set_classes": of_set(set_prediction.set_classes),
     "set_l1": of_set(set_prediction.set_l1),
     "set_giou": of_set(set_prediction.set_giou),
-    **dict.fromkeys(FAMILIES, dense),
 }
-"""Loss -> its formula; that of `file` is the user's (loss_file.py)."""
+"""Loss -> its formula; that of `file` is the user's (loss_file.py), those of dense detectors are in dense_heads/."""

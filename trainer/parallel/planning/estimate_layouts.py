@@ -21,10 +21,10 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.training import PrecisionConfig
-from onward.trainer.data.input_columns import Feed, InputColumns
-from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.images.image_inputs import box_column
+from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.box_cells import HEAD_NUMBERS
+from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.schema.target_counts import counted_targets, labels_of
 from onward.trainer.data.storage.sharding import try_first_rows
 from onward.trainer.distributed.mesh import Coordinate

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 
-
 EPSILON = 1e-7
 """Added to divisors, as in torchvision."""
 
@@ -53,7 +52,7 @@ def of_offsets(codes: Tensor, points: Tensor, anchors: Tensor, scales: Tensor) -
 
     codes: shift of the centre in sides of the anchor, logarithm of the ratio of sides, both multiplied by `scales` [4].
     """
-    shifts, sides = (codes / scales).split(2, -1)
+    shifts, sides = (codes / scales).chunk(2, -1)
     # as in torchvision: no box is more than 62.5 times as large as its anchor
     greatest = torch.log(torch.tensor(1000.0 / 16, device=codes.device))
     centres = points + shifts * anchors
@@ -63,7 +62,7 @@ def of_offsets(codes: Tensor, points: Tensor, anchors: Tensor, scales: Tensor) -
 
 def to_offsets(boxes: Tensor, points: Tensor, anchors: Tensor, scales: Tensor) -> Tensor:
     """Return the codes of boxes [..., P, 4], the reverse of `of_offsets`."""
-    first, last = boxes.split(2, -1)
+    first, last = boxes.chunk(2, -1)
     shifts = ((first + last) / 2 - points) / anchors
     return torch.cat([shifts, ((last - first) / anchors).log()], -1) * scales
 
@@ -76,8 +75,8 @@ def around(points: Tensor, anchors: Tensor) -> Tensor:
 def overlaps(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return the intersection over union of boxes [..., 4], paired by broadcasting; 0 of two without any area.
 
-    Written out, as `ciou` and `giou` are: torchvision's losses do not broadcast, and select by values, which the estimate
-    of memory cannot follow.
+    Written out, as `ciou` and `giou` are: torchvision's losses do not broadcast, and select by values, which the
+    estimate of memory cannot follow.
     """
     common, union = _areas(ours, theirs)
     return common / union.clamp(min=1e-16)

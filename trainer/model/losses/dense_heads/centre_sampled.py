@@ -4,8 +4,8 @@
                   size; of several objects the smallest one
     centrality    sqrt(least / greatest of left and right  x  least / greatest of top and bottom)
 
-Source: arXiv:1904.01355, with the numbers of torchvision. Terms: focal loss of classes, generalised IoU of boxes, binary
-cross-entropy of the centrality; all divided by the number of assigned cells.
+Source: arXiv:1904.01355, with the numbers of torchvision. Terms: focal loss of classes, generalised IoU of boxes,
+binary cross-entropy of the centrality; all divided by the number of assigned cells.
 """
 
 from __future__ import annotations

@@ -82,7 +82,9 @@ def read_head(outputs: Sequence[Tensor], loss: LossConfig, roles: Mapping[Role, 
     # the first level is that of the most cells, whose rounding to whole cells is the least
     height, width = outputs[0].shape[2:]
     size = outputs[0].new_tensor([width * loss.strides[0], height * loss.strides[0]], dtype=torch.float32)
-    columns: dict[str, Tensor] = dict(zip(roles, (torch.cat(each, 1) for each in zip(*tables, strict=True)), strict=True))
+    columns: dict[str, Tensor] = dict(
+        zip(roles, (torch.cat(each, 1) for each in zip(*tables, strict=True)), strict=True)
+    )
     objectness = columns["objectness"][..., 0] if "objectness" in columns else None
     codes = torch.cat([columns[role] for role in ("boxes", "sizes") if role in columns], -1)
     grid = torch.cat(points), torch.cat(strides), torch.cat(anchors)
@@ -93,8 +95,8 @@ def _tensors_of_a_level(outputs: Sequence[Tensor], loss: LossConfig, num_roles: 
     per_level, others = divmod(len(outputs), len(loss.strides))
     if others or per_level not in (1, num_roles):
         raise ConfigError(
-            f"loss.output names {len(outputs)} tensors and loss.strides {len(loss.strides)} levels; {loss.name} reads 1 "
-            f"or {num_roles} tensors for each level"
+            f"loss.output names {len(outputs)} tensors and loss.strides {len(loss.strides)} levels; {loss.name} reads "
+            f"1 or {num_roles} tensors for each level"
         )
     if loss.anchors and len(loss.anchors) != len(loss.strides):
         raise ConfigError(f"loss.anchors has {len(loss.anchors)} levels, but loss.strides {len(loss.strides)}")
@@ -130,7 +132,7 @@ def _of_roles(rows: list[Tensor], roles: Mapping[Role, int], loss: LossConfig) -
             f"an output of loss {loss.name} has {table.shape[-1]} channels for each anchor; boxes, objectness and at "
             f"least one class need {sum(roles.values()) + 1}"
         )
-    return list(table.split([channels or rest for channels in roles.values()], -1))
+    return list(torch.split(table, [channels or rest for channels in roles.values()], -1))
 
 
 def _grid(

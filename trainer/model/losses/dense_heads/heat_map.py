@@ -4,8 +4,8 @@
     classes   focal loss in which cells near a centre count less: (1 - target)^4
     boxes     L1 of width and height (0.1) and of the centre within the cell (1), in cells, where the centres are
 
-Source: arXiv:1904.07850, the radius from arXiv:1808.01244. All is divided by the number of objects; the mean over the two
-numbers of a size or centre is part of the terms.
+Source: arXiv:1904.07850, the radius from arXiv:1808.01244. All is divided by the number of objects; the mean over the
+two numbers of a size or centre is part of the terms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CERTAIN = 1e-4
 
 def decode(head: Head) -> Tensor:
     """Return the corners of all boxes, in pixels: [B, P, 4]."""
-    shifts, sizes = head.codes.split(2, -1)
+    shifts, sizes = head.codes.chunk(2, -1)
     centres = head.points + shifts * head.strides[:, None]
     halves = sizes * head.strides[:, None] / 2
     return torch.cat([centres - halves, centres + halves], -1)
@@ -38,7 +38,7 @@ def confidence(head: Head) -> Tensor:
     """Return the probability of each class [B, P, C], 0 where a cell beside it has a greater one."""
     width, height = (head.size / head.strides[0]).round().int().tolist()
     heat = head.scores.sigmoid()
-    maps = heat.transpose(1, 2).unflatten(-1, (height, width))
+    maps = heat.transpose(1, 2).reshape(len(heat), -1, height, width)
     peaks = F.max_pool2d(maps, 3, stride=1, padding=1).flatten(2).transpose(1, 2)
     return heat * (peaks == heat)
 

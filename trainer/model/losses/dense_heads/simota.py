@@ -28,7 +28,7 @@ OVERLAP_COST, ELSEWHERE_COST, BOX_WEIGHT = 3.0, 1e6, 5.0
 
 def decode(head: Head) -> Tensor:
     """Return the corners of all boxes, in pixels: [B, P, 4]."""
-    shifts, sides = head.codes.split(2, -1)
+    shifts, sides = head.codes.chunk(2, -1)
     centres = head.points + shifts * head.strides[:, None]
     halves = sides.exp() * head.strides[:, None] / 2
     return torch.cat([centres - halves, centres + halves], -1)

@@ -48,7 +48,7 @@ class _Assigned:
 
 def decode(head: Head) -> Tensor:
     """Return the corners of all boxes, in pixels: [B, P, 4]."""
-    logits = head.codes.unflatten(-1, (4, -1))
+    logits = _by_side(head.codes)
     numbers = torch.arange(logits.shape[-1], device=logits.device, dtype=logits.dtype)
     return of_distances(head.points, (logits.softmax(-1) @ numbers) * head.strides[:, None])
 
@@ -114,7 +114,7 @@ def assign(
 
 def _distribution_terms(head: Head, wanted: Tensor) -> Tensor:
     """Return the distribution focal loss of each prediction [B, P]: cross-entropy of the two bins beside a distance."""
-    logits = head.codes.unflatten(-1, (4, -1))
+    logits = _by_side(head.codes)
     bins = logits.shape[-1]
     cells = (distances(head.points, wanted) / head.strides[:, None]).clamp(0, bins - 1 - 0.01)
     lower = cells.floor().long()
@@ -123,3 +123,8 @@ def _distribution_terms(head: Head, wanted: Tensor) -> Tensor:
     terms = entropy.gather(-1, lower[..., None])[..., 0] * (1 - share)
     terms = terms + entropy.gather(-1, lower[..., None] + 1)[..., 0] * share
     return terms.mean(-1)
+
+
+def _by_side(codes: Tensor) -> Tensor:
+    """Return [B, P, 4 x bins] as [B, P, 4, bins]."""
+    return codes.reshape(*codes.shape[:-1], 4, -1)

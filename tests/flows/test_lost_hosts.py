@@ -82,7 +82,8 @@ def test_a_crashed_host_is_named_and_the_run_goes_on_without_it_or_with_it_once_
         layout = "1 of 2 replicas, each with 2 micro-batches of 4 samples in a step on h0 (launch.on_host_lost)"
         assert f"going on with {layout}" in said
         assert others[0].began_ms - first.ended_ms < 15_000, "nothing is waited for"
-        assert_close(final_tensors(run), final_tensors(undisturbed), 1e-4)
+        # another layout rounds otherwise, in all steps from the one in which the host was lost
+    assert_close(final_tensors(run), final_tensors(undisturbed), 1e-3)
 
 
 def test_a_pipeline_that_lost_a_host_goes_on_in_the_layout_that_fits(
@@ -96,7 +97,8 @@ def test_a_pipeline_that_lost_a_host_goes_on_in_the_layout_that_fits(
     cluster.boot(1)
     assert [ending.kind for ending in endings(run)] == ["host_lost", "done"]
     assert "going on with data 1 x tensor 1 x pipeline 1, each with " in log.read_text()
-    assert_close(final_tensors(run), final_tensors(undisturbed), 1e-4)
+    # another layout rounds otherwise, in all steps from the one in which the host was lost
+    assert_close(final_tensors(run), final_tensors(undisturbed), 1e-3)
 
 
 def test_all_hosts_that_are_left_compute_and_one_that_is_back_is_used_after_the_next_checkpoint(
@@ -153,7 +155,7 @@ def test_a_lost_head_is_taken_over_by_another_host_and_ends_when_it_comes_back(
 ) -> None:
     """A frozen host keeps its locks, as one that died keeps them on a network file system."""
     # the ranks of the other hosts train on for the minute after which the lease is over
-    settings = (*SETTINGS, "train.num_steps=9000")
+    settings = (*SETTINGS, "train.num_steps=30000")
     undisturbed = RunDir(Path(workshop.onward("run", str(workshop.root / "config.toml"), *settings)["directory"]))
     hostfile = workshop.root / "head.hosts"
     hostfile.write_text("h1\nh2\n")

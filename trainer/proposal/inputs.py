@@ -31,7 +31,7 @@ from onward.trainer.data.reading.source_kinds import TEXT_SUFFIXES
 from onward.trainer.data.schema.columns import TEXT
 from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.proposal.box_places import IMAGE_FOLDERS, MASK_FOLDERS, box_place, boxes_of_source
+from onward.trainer.proposal.detectors.box_places import IMAGE_FOLDERS, MASK_FOLDERS, box_place, boxes_of_source
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.source_summary import Facts
 from onward.trainer.quantities import shown_shape

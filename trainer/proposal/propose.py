@@ -28,7 +28,7 @@ from onward.trainer.onnx_graph.surgery.preprocessing_nodes import WITHOUT_GRADIE
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.proposal import targets as outputs
 from onward.trainer.proposal.audio_proposal import audio_input, propose_audio_column, propose_audio_files
-from onward.trainer.proposal.boxes import propose_boxes
+from onward.trainer.proposal.detectors.boxes import propose_boxes
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.image_proposal import propose_digits, propose_image_column, propose_image_settings
 from onward.trainer.proposal.inputs import num_axes, propose_columns, propose_source
@@ -154,7 +154,7 @@ def _propose_learned(
     elif task == "tokens":
         propose_word_labels(draft, facts, found[0].info)
         propose_columns(draft, facts, inputs, (draft.value("data.label", ""),))
-    elif has_images and (boxes := propose_boxes(draft, facts, found)):
+    elif has_images and (boxes := propose_boxes(draft, model, facts, found)):
         propose_columns(draft, facts, inputs, boxes)
     elif has_images and (masks := propose_masks(draft, facts, found)):
         propose_columns(draft, facts, inputs, masks)

@@ -29,11 +29,14 @@ def propose_tried(draft: Draft) -> bool | None:
     number = len(tried.trials)
     value = f"{tried.measure} {best.accuracy:.3f} on {best.rows} rows before any training"
     if not tried.better_than_chance and not tried.other_order:
-        constant = "most frequent class" if tried.measure == "accuracy" else "mean"
+        least = {
+            "accuracy": f"better than always naming the most frequent class of these labels (accuracy {tried.chance:.3f})",
+            "r2": "better than always naming the mean of these labels (r2 0.000)",
+            "recall": f"find objects (recall {best.accuracy:.3f})",
+        }[tried.measure]
         draft.notes.append(
-            f"no preprocessing that was tried ({number}) makes the file better than always naming the {constant} of "
-            f"these labels ({tried.measure} {tried.chance:.3f}); the proposed one is a default, and may not be that "
-            "of its training"
+            f"no preprocessing that was tried ({number}) makes the file {least}; the proposed one is a default, and "
+            "may not be that of its training"
         )
         return False
     for key, setting in best.settings.items():

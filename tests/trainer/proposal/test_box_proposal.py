@@ -16,7 +16,7 @@ from onward.flows.cli import app
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.proposal.box_places import box_place
+from onward.trainer.proposal.detectors.box_places import box_place
 from tests.equivalence.test_detectors import set_model
 from tests.trainer.data.images.test_boxes import annotate, detector, pictures
 
@@ -66,7 +66,7 @@ def test_the_losses_of_a_set_are_proposed_with_their_reasons(classes: int, score
 
 def test_a_model_of_another_kind_is_refused_with_its_outputs(tmp_path: Path) -> None:
     annotate(tmp_path, pictures(tmp_path))
-    with pytest.raises(ConfigError, match=r"as DETR has them, but the outputs are map .*detect-objects.md"):
+    with pytest.raises(ConfigError, match=r"as DETR has them.* The outputs are map .*detect-objects.md"):
         proposed(tmp_path, detector())
 
 

@@ -1,6 +1,6 @@
 """The preprocessings that published models were trained with, as settings of a configuration.
 
-images   pixels of 0..1 or 0..255; mean and std of ImageNet, 0.5, none; RGB or BGR; centre, whole image, stretched
+images   pixels of 0..1 or 0..255; mean and std of ImageNet, 0.5, none; RGB or BGR; centre, whole image, stretched, padded
 texts    with or without special tokens; lower-case, where only the vocabulary is
 tables   as they are, standardised, or scaled to 0..1
 """
@@ -47,6 +47,8 @@ def _images(data: DataConfig, signature: Signature) -> list[Settings]:
         return []
     channels = inputs[0].channels
     sizes = [{"resize": "crop", "crop_ratio": 0.875}, {"resize": "crop", "crop_ratio": 1.0}, {"resize": "stretch"}]
+    if data.image is not None and data.image.boxes:  # a crop would cut off objects
+        sizes = [{"resize": "pad"}, {"resize": "stretch"}]
     orders = [{"color": "rgb"}, {"color": "bgr"}] if channels == 3 else [{}]
     values = [{}] if any(each.takes_integers for each in inputs) else list(_pixel_values(channels))
     combinations: list[Settings] = []

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.resolve import resolve
+from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.permutation import permutation
@@ -41,8 +43,10 @@ from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile, trained_part
 from onward.trainer.model.choose_fixed_batch import use_of_part
+from onward.trainer.model.losses.dense_heads.assigned import overlaps
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
+from onward.trainer.model.metrics.measured import Measured
 from onward.trainer.onnx_import.tracing.trial_sizes import declared_batch
 from onward.trainer.rehearsal.trials.preprocessing_candidates import Settings, candidates
 from onward.trainer.run.recorded.trial_records import PreprocessingTrial, PreprocessingTrials
@@ -55,6 +59,8 @@ MEASURED = tuple(name for name, rule in LOSS_RULES.items() if rule.metrics)
 """The losses whose outputs are compared with labels one by one."""
 MANY_CLASSES = 1000
 """With more classes in the data their order is not examined."""
+MOST_BOXES, LEAST_OVERLAP = 20, 0.5
+"""Boxes of an image, the best ones, among which each of its objects is looked for, and the overlap that finds it."""
 SURE = 3.0
 """Standard errors by which an accuracy must be above another one to count as better."""
 
@@ -200,15 +206,17 @@ class _Experiment:
     def _score(self, trial: _Trial) -> float:
         """Return the accuracy, or of numbers the share of the variance that is explained (R squared)."""
         labels, predicted = trial.labels_and_predictions.T
-        if self._has_classes:
+        if self._measure != "r2":
             return float((labels == predicted).mean())
         # of equal labels no share of the variance can be explained
         variance = float(np.square(labels - labels.mean()).sum())
         return 1 - float(np.square(labels - predicted).sum()) / variance if variance else math.nan
 
     @property
-    def _has_classes(self) -> bool:
-        return "accuracy" in self._loss.config.rule.metrics
+    def _measure(self) -> Literal["accuracy", "recall", "r2"]:
+        if self._loss.config.rule.labels == "objects":
+            return "recall"
+        return "accuracy" if "accuracy" in self._loss.config.rule.metrics else "r2"
 
     @property
     def _are_classes(self) -> bool:
@@ -241,7 +249,7 @@ class _Experiment:
         if not done:
             raise ConfigError(list(dict.fromkeys(trial.refused for trial in trials)))
         best = done[0]
-        chance = _chance(best.labels_and_predictions[:, 0]) if self._has_classes else 0.0
+        chance = _chance(best.labels_and_predictions[:, 0]) if self._measure == "accuracy" else 0.0
         accuracy = self._score(best)
         targets = len(best.labels_and_predictions)
         # the most frequent label is what a model could guess without looking
@@ -264,7 +272,7 @@ class _Experiment:
                 )
             )
         return PreprocessingTrials(
-            measure="accuracy" if self._has_classes else "r2",
+            measure=self._measure,
             chance=chance,
             better_than_chance=accuracy > least,
             other_order=order if surely > max(accuracy, least) else {},
@@ -288,6 +296,8 @@ def _stored_as(data: DataConfig) -> str:
 
 def _labels_and_predictions(loss: Loss, outputs: Sequence[torch.Tensor], labels: torch.Tensor) -> Array:
     """Return [n, 2]: the label and the prediction of each target."""
+    if loss.config.rule.labels == "objects":
+        return _found_objects(Measured(loss, outputs, labels, task="objects"))
     if loss.config.rule.labels == "classes":
         flat = labels.flatten()
         predicted = loss.predicted(outputs, labels).flatten()
@@ -300,6 +310,21 @@ def _labels_and_predictions(loss: Loss, outputs: Sequence[torch.Tensor], labels:
         output = (output > 0).float()
         target = (target > 0.5).float()
     return torch.stack([target.flatten().double(), output.flatten().double()], dim=1).numpy()
+
+
+def _found_objects(batch: Measured) -> Array:
+    """Return [n, 2]: 1, and whether one of the best boxes of the image overlaps the object, of whatever class.
+
+    The classes of the data may be others than those that the file was trained on.
+    """
+    found, labels = batch.objects
+    pairs = []
+    for boxes, objects in zip(found, labels.reshape(len(labels), -1, BOX_NUMBERS), strict=True):
+        counted = objects[(objects[:, 0] >= 0) & (objects[:, 5] == COUNTED), 1:5]
+        overlap = overlaps(counted[:, None], boxes[:MOST_BOXES, 2:])
+        is_found = overlap.gt(LEAST_OVERLAP).any(1)
+        pairs.append(torch.stack([torch.ones_like(is_found), is_found], 1))
+    return torch.cat(pairs).numpy().astype(np.float64)
 
 
 def _chance(labels: Array) -> float:

@@ -37,6 +37,8 @@ class Family:
     loss: Callable[[Head, Tensor, LossConfig], DividedLoss]
     first_class: int = 0
     """The place of the data's first class among the scores: 1 behind a background class."""
+    has_anchors: bool = False
+    """Whether a cell has several predictions, of an anchor box each."""
     keeps_all: bool = False
     """Whether boxes that overlap are kept, as where only the greatest score of some cells is left."""
 
@@ -63,6 +65,7 @@ FAMILIES: Mapping[str, Family] = {
         anchor_overlap.decode_retinanet,
         anchor_overlap.confidence_retinanet,
         anchor_overlap.retinanet_loss,
+        has_anchors=True,
     ),
     "ssd": Family(
         anchor_overlap.ROLES,
@@ -71,6 +74,7 @@ FAMILIES: Mapping[str, Family] = {
         anchor_overlap.confidence_ssd,
         anchor_overlap.ssd_loss,
         first_class=1,
+        has_anchors=True,
     ),
     "centernet": Family(
         heat_map.ROLES, heat_map.OFFSET, heat_map.decode, heat_map.confidence, heat_map.loss, keeps_all=True

@@ -1,0 +1,212 @@
+"""Small detectors with a grid, whose files decode their boxes as those of published families do, in their own nodes."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+
+import onnx
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+
+SIDE = 64
+CLASSES = 2
+STRIDES = (8, 16, 32)
+ANCHORS = tuple(tuple((3.0 * s * w, 3.0 * s / w) for w in (0.7, 1.0, 1.4)) for s in (8, 16, 32))
+HEADS = {
+    "yolov8": (64, CLASSES),
+    "yolox": (4, 1, CLASSES),
+    "fcos": (4, 1, CLASSES),
+    "retinanet": (3 * 4, 3 * CLASSES),
+    "ssd": (3 * 4, 3 * (CLASSES + 1)),
+    "centernet": (CLASSES, 2, 2),
+}
+
+
+def _layer(before: int, after: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(before, after, 3, stride, 1), nn.ReLU())
+
+
+class Detector(nn.Module):
+    """A trunk, a convolution for each raw output of each level, and the decoding of the family."""
+
+    def __init__(self, family: str, width: int = 16) -> None:
+        super().__init__()
+        self.family = family
+        self.trunk = nn.Sequential(_layer(3, width, 2), _layer(width, width, 2), _layer(width, 2 * width, 2))
+        levels = 1 if family == "centernet" else 3
+        self.down = nn.ModuleList(_layer(2 * width, 2 * width, 2) for _ in range(levels - 1))
+        self.before = nn.ModuleList(
+            nn.ModuleList(_layer(2 * width, 2 * width, 1) for _ in HEADS[family]) for _ in range(levels)
+        )
+        self.heads = nn.ModuleList(
+            nn.ModuleList(nn.Conv2d(2 * width, channels, 1) for channels in HEADS[family]) for _ in range(levels)
+        )
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for weight in self.parameters():
+                fan_in = weight[0].numel() if weight.ndim > 1 else 1
+                scale = (2 / fan_in) ** 0.5 if weight.ndim > 1 else 0.02
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+            for level in self.heads:
+                for head, channels in zip(level, HEADS[family], strict=True):
+                    # few objects, as detectors begin
+                    if channels % CLASSES == 0 and channels in (CLASSES, 3 * CLASSES):
+                        head.bias -= 4.0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        features = [self.trunk(x)]
+        for layer in self.down:
+            features.append(layer(features[-1]))
+        raw = [
+            [head(layer(feature)) for head, layer in zip(heads, layers, strict=True)]
+            for feature, heads, layers in zip(features, self.heads, self.before, strict=True)
+        ]
+        return DECODED[self.family](raw)
+
+
+def _grid(raw: list[list[Tensor]], offset: float) -> tuple[Tensor, Tensor]:
+    points, strides = [], []
+    for (first, *_), stride in zip(raw, STRIDES, strict=False):
+        height, width = int(first.shape[2]), int(first.shape[3])
+        y, x = torch.meshgrid(torch.arange(height) + offset, torch.arange(width) + offset, indexing="ij")
+        points.append(torch.stack([x, y], -1).reshape(-1, 2))
+        strides.append(torch.full((height * width, 1), float(stride)))
+    return torch.cat(points), torch.cat(strides)
+
+
+def _rows(raw: list[list[Tensor]], kind: int) -> Tensor:
+    """[B, channels, H, W] of all levels as [B, cells, channels]."""
+    return torch.cat([level[kind].flatten(2) for level in raw], 2).transpose(1, 2)
+
+
+def _by_anchor(raw: list[list[Tensor]], kind: int, per_cell: int = 3) -> Tensor:
+    found = []
+    for level in raw:
+        batch, channels, height, width = level[kind].shape
+        table = level[kind].reshape(-1, per_cell, channels // per_cell, int(height), int(width))
+        found.append(table.permute(0, 3, 4, 1, 2).reshape(-1, int(height * width) * per_cell, channels // per_cell))
+    return torch.cat(found, 1)
+
+
+def _yolov8(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """[B, 4 + classes, cells]: centre and size in pixels, and probabilities."""
+    points, strides = _grid(raw, 0.5)
+    bins = torch.cat([level[0].flatten(2) for level in raw], 2)
+    distances = (bins.reshape(-1, 4, 16, bins.shape[2]).softmax(2) * torch.arange(16.0).reshape(1, 1, 16, 1)).sum(2)
+    first, last = points.T - distances[:, :2], points.T + distances[:, 2:]
+    boxes = torch.cat([(first + last) / 2, last - first], 1) * strides.T
+    return (torch.cat([boxes, torch.cat([level[1].flatten(2) for level in raw], 2).sigmoid()], 1),)
+
+
+def _yolox(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """[B, cells, 5 + classes]: centre and size in pixels, objectness, and probabilities."""
+    points, strides = _grid(raw, 0.0)
+    code = _rows(raw, 0)
+    boxes = torch.cat([(code[..., :2] + points) * strides, code[..., 2:].exp() * strides], -1)
+    return (torch.cat([boxes, _rows(raw, 1).sigmoid(), _rows(raw, 2).sigmoid()], -1),)
+
+
+def _fcos(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    points, strides = _grid(raw, 0.0)
+    sides = torch.cat([level[0].relu().flatten(2) for level in raw], 2).transpose(1, 2) * strides
+    points = points * strides
+    scores = (_rows(raw, 1).sigmoid() * _rows(raw, 2).sigmoid()).sqrt()
+    return torch.cat([points - sides[..., :2], points + sides[..., 2:]], -1), scores
+
+
+def _anchored(raw: list[list[Tensor]], offset: float, scales: tuple[float, float]) -> Tensor:
+    """[B, cells x anchors, 4]: corners in pixels."""
+    points, strides = _grid(raw, offset)
+    number = len(ANCHORS[0])
+    sides = []
+    for (first, *_), own in zip(raw, ANCHORS, strict=True):
+        sides.append(torch.tensor(own).repeat(int(first.shape[2] * first.shape[3]), 1))
+    anchors = torch.cat(sides)
+    middles = (points * strides).repeat_interleave(number, 0)
+    code = _by_anchor(raw, 0)
+    centres = middles + code[..., :2] / scales[0] * anchors
+    halves = (code[..., 2:] / scales[1]).exp() * anchors / 2
+    return torch.cat([centres - halves, centres + halves], -1)
+
+
+def _retinanet(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    return _anchored(raw, 0.0, (1.0, 1.0)), _by_anchor(raw, 1).sigmoid()
+
+
+def _ssd(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """Corners in shares of the image, and probabilities with the background in front."""
+    return _anchored(raw, 0.5, (10.0, 5.0)) / SIDE, _by_anchor(raw, 1).softmax(-1)
+
+
+def _centernet(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """[B, 20, 6]: corners in pixels, score and class of the greatest peaks of the heat map."""
+    heat, sizes, offsets = raw[0]
+    heat = heat.sigmoid()
+    peaks = heat * (nn.functional.max_pool2d(heat, 3, 1, 1) == heat)
+    height, width = int(heat.shape[2]), int(heat.shape[3])
+    scores, places = peaks.flatten(1).topk(20)
+    classes, cells = places // (height * width), places % (height * width)
+    index = cells[..., None].expand(-1, -1, 2)
+    own = [value.flatten(2).transpose(1, 2).gather(1, index) for value in (offsets, sizes)]
+    centres = (torch.stack([cells % width, cells // width], -1) + own[0]) * STRIDES[0]
+    halves = own[1] * STRIDES[0] / 2
+    columns = [centres - halves, centres + halves, scores[..., None], classes[..., None].float()]
+    return (torch.cat(columns, -1),)
+
+
+DECODED: dict[str, Callable[[list[list[Tensor]]], tuple[Tensor, ...]]] = {
+    "yolov8": _yolov8,
+    "yolox": _yolox,
+    "fcos": _fcos,
+    "retinanet": _retinanet,
+    "ssd": _ssd,
+    "centernet": _centernet,
+}
+
+
+def detector_file(family: str) -> onnx.ModelProto:
+    """The file of a small detector: input images [batch, 3, SIDE, SIDE], outputs as the family has them."""
+    module = Detector(family).eval()
+    names = ["found"] if family in ("yolov8", "yolox", "centernet") else ["boxes", "scores"]
+    content = io.BytesIO()
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(
+            module,
+            (torch.zeros(2, 3, SIDE, SIDE),),
+            content,
+            dynamo=False,
+            opset_version=17,
+            input_names=["images"],
+            output_names=names,
+            dynamic_axes={name: {0: "batch"} for name in ("images", *names)},
+        )
+    return onnx.load_from_string(content.getvalue())
+
+
+def with_selection(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The file of `retinanet` or `fcos` with NonMaxSuppression behind it: the boxes of one image that are kept."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    graph = copy.graph
+    limits = {"most": (TensorProto.INT64, [50]), "overlap": (TensorProto.FLOAT, [0.5]), "least": (TensorProto.FLOAT, [0.05])}
+    for name, (kind, values) in limits.items():
+        graph.initializer.append(helper.make_tensor(name, kind, [1], values))
+    graph.initializer.append(helper.make_tensor("third", TensorProto.INT64, [1], [2]))
+    graph.initializer.append(helper.make_tensor("row", TensorProto.INT64, [1], [-1]))
+    graph.initializer.append(helper.make_tensor("zero", TensorProto.INT64, [1], [0]))
+    graph.node.extend(
+        [
+            helper.make_node("Transpose", ["scores"], ["by_class"], perm=[0, 2, 1]),
+            helper.make_node("NonMaxSuppression", ["boxes", "by_class", "most", "overlap", "least"], ["kept"]),
+            helper.make_node("Gather", ["kept", "third"], ["places"], axis=1),
+            helper.make_node("Reshape", ["places", "row"], ["flat"]),
+            helper.make_node("Squeeze", ["boxes", "zero"], ["of_one"]),
+            helper.make_node("Gather", ["of_one", "flat"], ["chosen"], axis=0),
+        ]
+    )
+    del graph.output[:]
+    graph.output.append(helper.make_tensor_value_info("chosen", TensorProto.FLOAT, ["n", 4]))
+    return copy

@@ -1,0 +1,73 @@
+"""The family of a detector with a grid is read from what its file computes, with its strides and anchors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+import onward
+from onward.trainer.config.loading import load_config
+from onward.trainer.errors import ConfigError
+from onward.trainer.proposal.detectors.dense_head import DenseHead, recognise
+from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs
+from tests.support.detectors import ANCHORS, CLASSES, HEADS, STRIDES, detector_file, with_selection
+from tests.trainer.data.images.test_boxes import annotate, pictures
+
+
+def recognised(model: onnx.ModelProto) -> DenseHead | None:
+    raw = find_raw_outputs(model, Path())
+    return recognise(raw) if raw else None
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_the_family_its_strides_and_its_anchors_are_those_of_the_file(family: str) -> None:
+    head = recognised(detector_file(family))
+    assert head
+    assert head.loss.name == family
+    assert head.loss.strides == (STRIDES[:1] if family == "centernet" else STRIDES)
+    assert head.num_classes == CLASSES
+    assert len(head.loss.outputs) == len(head.loss.strides) * len(HEADS[family])
+    if family in ("retinanet", "ssd"):
+        np.testing.assert_allclose(head.loss.anchors, ANCHORS, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["retinanet", "fcos"])
+def test_it_is_recognised_through_a_choice_among_its_boxes(family: str) -> None:
+    whole, chosen = (recognised(model) for model in (detector_file(family), with_selection(detector_file(family))))
+    assert whole and chosen
+    assert (chosen.loss.name, chosen.loss.outputs) == (whole.loss.name, whole.loss.outputs)
+    if family == "retinanet":
+        np.testing.assert_allclose(chosen.loss.anchors, ANCHORS, rtol=1e-3)
+
+
+def test_a_file_that_decodes_its_boxes_otherwise_is_refused_with_its_last_layers(tmp_path: Path) -> None:
+    model = detector_file("yolox")
+    for tensor in model.graph.initializer:
+        # the strides of the grid, all 8
+        values = numpy_helper.to_array(tensor)
+        if set(np.unique(values)) == {8.0, 16.0, 32.0}:
+            tensor.CopyFrom(numpy_helper.from_array(np.full_like(values, 8.0), tensor.name))
+    constants = [n for n in model.graph.node if n.op_type == "Constant" and n.attribute[0].t.dims]
+    for node in constants:
+        values = numpy_helper.to_array(node.attribute[0].t)
+        if values.dtype == np.float32 and set(np.unique(values)) == {8.0, 16.0, 32.0}:
+            node.attribute[0].t.CopyFrom(numpy_helper.from_array(np.full_like(values, 8.0)))
+    assert recognised(model) is None
+    annotate(tmp_path, pictures(tmp_path))
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(ConfigError, match=r"its last layers are stride 8: .* with 4, .* set loss\.name, loss\.output"):
+        onward.init(tmp_path / "model.onnx", tmp_path / "images", {}, output=tmp_path / "new.toml", steps=0)
+
+
+def test_init_proposes_the_loss_with_reasons(tmp_path: Path) -> None:
+    annotate(tmp_path, pictures(tmp_path))
+    onnx.save(detector_file("retinanet"), tmp_path / "model.onnx")
+    onward.init(tmp_path / "model.onnx", tmp_path / "images", {}, output=tmp_path / "new.toml", steps=0)
+    (loss,) = load_config(tmp_path / "new.toml").losses
+    assert loss.name == "retinanet"
+    assert loss.strides == STRIDES
+    assert "# fed with random raw outputs, the file computes the boxes of retinanet" in (tmp_path / "new.toml").read_text()

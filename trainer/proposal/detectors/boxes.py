@@ -1,0 +1,117 @@
+"""Propose how boxes of object detection are read, and the losses of a detector that predicts a set of them.
+
+photos/  beside  annotations.json             data.image.boxes = "../annotations.json"
+images/train  beside  labels/train            data.image.boxes = "../../labels/{source}"
+outputs [batch, queries, classes] and [batch, queries, 4]      set_classes, set_l1, set_giou
+a detector with a grid, recognised by its decoding             the loss of its family (dense_head.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import onnx
+
+from onward.trainer.config.loss_rules import DENSE_LOSSES
+from onward.trainer.data.images.box_annotations import read_annotations
+from onward.trainer.data.reading import sources
+from onward.trainer.data.reading.source_kinds import BOX_PAGE
+from onward.trainer.data.schema.allowed_files import folder_of
+from onward.trainer.errors import ConfigError
+from onward.trainer.proposal.detectors.dense_head import recognise
+from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs
+from onward.trainer.proposal.draft import Draft
+from onward.trainer.proposal.inputs import num_axes, shown
+from onward.trainer.proposal.source_summary import Facts
+from onward.trainer.proposal.targets import Target
+
+WEIGHTS = {"set_classes": 1.0, "set_l1": 5.0, "set_giou": 2.0}
+"""Of the losses, as in DETR."""
+
+
+def propose_boxes(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Sequence[Target]) -> list[str]:
+    """Propose the losses of boxes; return the columns that feed no input, [] if the data has no boxes.
+
+    Raises ConfigError for a model that neither predicts a set of boxes nor has a grid that is recognised.
+    """
+    if not draft.value("data.image.boxes"):
+        return []
+    column = facts.data.image.box_column if facts.data.image else "boxes"
+    draft.set("data.label", column, "the boxes of each image")
+    if draft.is_given("loss") or draft.is_given("loss.file"):
+        return [column]
+    sets = [target.info for target in found if num_axes(target.info) == 3]
+    widths = {info.name: info.shape[2] if info.shape else None for info in sets}
+    boxes = [info for info in sets if widths[info.name] == 4]
+    scores = [info for info in sets if widths[info.name] != 4]
+    if len(boxes) != 1 or len(scores) != 1:
+        _propose_dense(draft, model, facts, found)
+        return [column]
+    names = [scores[0].name, boxes[0].name]
+    names_of_data = _class_names(facts)
+    has_nothing = _has_no_object(draft, names_of_data, widths[scores[0].name])
+    for position, (name, weight) in enumerate(WEIGHTS.items()):
+        reason = f"outputs {shown(scores[0])} and {shown(boxes[0])}: a set of boxes" if not position else ""
+        draft.set(f"loss.{position}.name", name, reason)
+        draft.set(f"loss.{position}.output", names, "")
+        if weight != 1.0:
+            draft.set(f"loss.{position}.weight", weight, "as in DETR")
+        if not has_nothing:
+            draft.set(f"loss.{position}.scores", "sigmoid", "" if position else "as many scores as classes")
+    draft.set("metrics", ["map", "map_50"], "")
+    return [column]
+
+
+def _propose_dense(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Sequence[Target]) -> None:
+    """Propose the loss of the family of a detector with a grid. Raises ConfigError if none is recognised."""
+    raw = find_raw_outputs(model, Path(draft.value("model.path")).parent)
+    head = recognise(raw) if raw else None
+    if head is None:
+        listed = ", ".join(f"{target.info.name} {shown(target.info)}" for target in found) or "none of floats"
+        candidates = f"; its last layers are {raw.described}" if raw else ""
+        raise ConfigError(
+            "boxes are learned by class scores [batch, queries, classes] and boxes [batch, queries, 4], as DETR has "
+            f"them, or by the raw outputs of {', '.join(DENSE_LOSSES)}. The outputs are {listed}, and from no raw "
+            f"outputs of one of these families does the file compute its boxes{candidates}; set loss.name, "
+            "loss.output and loss.strides by hand, or name a loss of your own (loss.file=...); "
+            f"{BOX_PAGE} says which detectors are trained"
+        )
+    name = head.loss.name
+    reason = f"fed with random raw outputs, the file computes the boxes of {name}: {head.boxes}"
+    draft.set("loss.name", name, reason)
+    draft.set("loss.output", list(head.loss.outputs), "the raw outputs, before boxes are decoded")
+    draft.set("loss.strides", list(head.loss.strides), "pixels of the input for each cell")
+    if head.loss.anchors:
+        anchors = [[list(sides) for sides in level] for level in head.loss.anchors]
+        draft.set("loss.anchors", anchors, "read from the boxes that the file computes")
+    draft.set("metrics", ["map", "map_50"], "")
+    names = _class_names(facts)
+    if names and len(names) > head.num_classes:
+        draft.notes.append(_too_few_scores(head.num_classes, names))
+
+
+def _class_names(facts: Facts) -> set[str]:
+    """Return the classes of annotations beside images; of a table, whose cells are read later, none."""
+    place = facts.data.image.box_place if facts.data.image else ""
+    if not place:
+        return set()
+    images = [name for name, _ in sources.locate(facts.data.source, facts.data).files]
+    found = read_annotations(folder_of(facts.data.source), images, place)
+    return set(found.names) or {box.name for boxes in found.boxes.values() for box in boxes}
+
+
+def _has_no_object(draft: Draft, names: Collection[str], num_scores: int | None) -> bool:
+    """Return whether one of the scores stands for no object: the last one, of one more than there are classes."""
+    if not names:
+        return True
+    if num_scores == len(names):
+        return False
+    if num_scores is not None and num_scores <= len(names):
+        draft.notes.append(_too_few_scores(num_scores, names))
+    return True
+
+
+def _too_few_scores(num_scores: int, names: Collection[str]) -> str:
+    listed = ", ".join(sorted(names)[:10])
+    return f"the model has {num_scores} scores for each box, and the data {len(names)} classes: {listed}"

@@ -1,0 +1,283 @@
+"""Recognise the family of a detector with a grid, by running the end of its file on raw outputs of known values.
+
+    random raw outputs --+-- the end of the file ------------- its boxes      every one of them is among those of the
+                         '-- the decoding of each family ----- its boxes      family, if it is the family
+
+So nothing depends on how an exporter writes the decoding, on nodes for NonMaxSuppression, or on names. The anchors of a
+file are read in the same way: raw outputs of 0 decode to the anchor, and one great score says which box that is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.errors import ConfigError
+from onward.trainer.model.losses.dense_heads.families import FAMILIES, Family
+from onward.trainer.model.losses.dense_heads.head import Head
+from onward.trainer.proposal.detectors.raw_outputs import Level, RawOutputs
+
+TOLERANCE = 1e-3
+"""Of the corners of boxes, relative to the side of the input."""
+LEAST_BOXES = 3
+"""Different boxes that the file must compute, for a comparison that shows something."""
+MOST_COMPARED = 500
+LEAST, GREATEST = -20.0, 20.0
+"""Logits of no and of yes."""
+MOST_BEFORE = 4
+"""Columns that may stand before those of a box, such as the number of its image."""
+USUAL_NUMBERS = (3, 9, 6, 5, 4, 2, 1)
+"""Anchors of a cell, where one tensor holds all channels."""
+
+CODES = (-2.0, -10.0)
+LARGEST_FRACTION = 0.3
+
+Anchors = tuple[tuple[tuple[float, float], ...], ...]
+"""Of each level the width and height of each anchor, in pixels."""
+
+
+@dataclass(frozen=True)
+class DenseHead:
+    """A recognised head."""
+
+    loss: LossConfig
+    num_classes: int
+    boxes: str
+    """How the file writes its boxes, for the reason."""
+
+
+def recognise(raw: RawOutputs) -> DenseHead | None:
+    """Return the head whose decoding is that of the file; None if it is that of no family."""
+    for name, family in FAMILIES.items():
+        for order, strides in itertools.product(_orders(raw.levels, family), raw.strides):
+            outputs = tuple(level.names[place] for level in raw.levels for place in order)
+            for anchors in _anchors(raw, family, order, strides):
+                given = {"name": name, "output": outputs, "strides": strides, "anchors": anchors}
+                loss = LossConfig.model_validate(given)
+                if boxes := _agrees(raw, family, loss):
+                    return DenseHead(loss, _num_classes(raw.levels[0], family, order, anchors), boxes)
+    return None
+
+
+def _orders(levels: Sequence[Level], family: Family) -> Iterator[tuple[int, ...]]:
+    """Yield the orders in which the tensors of a level may be the roles of a family, by their channels."""
+    number = len(levels[0].names)
+    if number == 1:
+        # one tensor with the channels of all roles
+        yield (0,)
+    if number == 1 or number != len(family.roles):
+        return
+    for order in itertools.permutations(range(number)):
+        if all(_fits([level.channels[place] for place in order], family) for level in levels):
+            yield order
+
+
+def _fits(channels: Sequence[int], family: Family) -> bool:
+    fixed = {own // wanted for own, wanted in zip(channels, family.roles.values(), strict=True) if wanted}
+    whole = all(own % wanted == 0 for own, wanted in zip(channels, family.roles.values(), strict=True) if wanted)
+    if not whole or len(fixed) != 1:
+        return False
+    (per_cell,) = fixed
+    scores = channels[list(family.roles).index("scores")]
+    return scores % per_cell == 0 if family.has_anchors else per_cell == 1
+
+
+def _num_classes(level: Level, family: Family, order: Sequence[int], anchors: Anchors) -> int:
+    per_cell = len(anchors[0]) if anchors else 1
+    if len(order) == 1:
+        return level.channels[0] // per_cell - sum(family.roles.values())
+    scores = level.channels[order[list(family.roles).index("scores")]]
+    return scores // per_cell - family.first_class
+
+
+# -- boxes
+
+
+def _agrees(raw: RawOutputs, family: Family, loss: LossConfig) -> str:
+    """Return how the file writes the boxes that the family decodes from the same raw outputs; "" if it does not."""
+    random = np.random.default_rng(0)
+    values = {}
+    for level in raw.levels:
+        for name, channels in zip(level.names, level.channels, strict=True):
+            # positive, as behind a Relu; a few scores are high enough to be kept
+            made = np.abs(random.normal(size=(1, channels, level.height, level.width)))
+            values[name] = made.astype(np.float32)
+    try:
+        head = family.head([torch.from_numpy(values[name]) for name in loss.outputs], loss)
+        decoded = family.decode(head)[0].numpy()
+    except (ConfigError, RuntimeError):  # the channels are not those of the family
+        return ""
+    for _, rows in _tables(raw.run(values)):
+        for how, boxes in _readings(rows, raw.size):
+            if _are_among(boxes, decoded, raw.size):
+                return how
+    return ""
+
+
+def _tables(results: Sequence[Array]) -> Iterator[tuple[str, Array]]:
+    """Yield (which, rows [n, columns]) for each output that may hold boxes, as it is and transposed."""
+    for place, result in enumerate(results):
+        if np.issubdtype(result.dtype, np.floating) and result.ndim > 1:
+            rows = result.reshape(-1, result.shape[-1])
+            yield f"{place}", rows
+            yield f"{place} transposed", rows.T
+
+
+def _readings(rows: Array, size: tuple[int, int]) -> Iterator[tuple[str, Array]]:
+    """Yield (how, corners in pixels [n, 4]) for each way in which rows may hold boxes, in four of their columns."""
+    sides = np.array([*size, *size], np.float32)
+    for first in range(min(rows.shape[1] - 3, MOST_BEFORE)):
+        for unit, scale in (("pixels", 1.0), ("shares of the image", sides)):
+            own = rows[:, first : first + 4] * scale
+            yield f"corners in {unit}, from column {first} on", own
+            middles, halves = own[:, :2], own[:, 2:] / 2
+            centred = np.concatenate([middles - halves, middles + halves], 1)
+            yield f"centre and size in {unit}, from column {first} on", centred
+
+
+def _are_among(boxes: Array, decoded: Array, size: tuple[int, int]) -> bool:
+    """Return whether each of the boxes [n, 4] is one of the decoded ones, or such a one within the image."""
+    distinct = np.unique(boxes.round(3), axis=0)
+    if len(distinct) < LEAST_BOXES or not np.isfinite(distinct).all():
+        return False
+    sides = np.array([*size, *size], np.float32)
+    near = TOLERANCE * max(size)
+    some = torch.from_numpy(distinct[:: -(-len(distinct) // MOST_COMPARED)])
+    for known in (decoded, decoded.clip(0, sides)):
+        distances = torch.cdist(some.double(), torch.from_numpy(known).double(), p=torch.inf)
+        if float(distances.amin(1).amax()) < near:
+            return True
+    return False
+
+
+# -- anchors
+
+
+def _anchors(
+    raw: RawOutputs, family: Family, order: Sequence[int], strides: Sequence[float]
+) -> Iterator[Anchors]:
+    """Yield what may be the anchors of the file, of each level; () for a family without any."""
+    if not family.has_anchors:
+        yield ()
+        return
+    for numbers in _numbers_of_anchors(raw.levels, family, order):
+        seen = []
+        for found in _measured_anchors(raw, family, order, numbers, strides):
+            if found not in seen:
+                seen.append(found)
+                yield found
+
+
+def _numbers_of_anchors(levels: Sequence[Level], family: Family, order: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield how many anchors a cell of each level may have."""
+    if len(order) > 1:
+        boxes = order[list(family.roles).index("boxes")]
+        yield tuple(level.channels[boxes] // family.roles["boxes"] for level in levels)
+        return
+    least = sum(family.roles.values()) + 1
+    for number in USUAL_NUMBERS:
+        if all(level.channels[0] % number == 0 and level.channels[0] // number >= least for level in levels):
+            yield (number,) * len(levels)
+
+
+def _measured_anchors(
+    raw: RawOutputs, family: Family, order: Sequence[int], numbers: Sequence[int], strides: Sequence[float]
+) -> Iterator[Anchors]:
+    """Yield the sides of the box that the file finds for each anchor alone, in each way in which it may hold boxes.
+
+    The boxes are coded as a fraction of their anchors, so that no border of the image cuts them off.
+    """
+    code, fraction = _small_code(family)
+    background = dict(_tables(raw.run(_filled(raw, family, order, numbers, code))))
+    boxes: dict[str, list[Array]] = {}
+    centres = []
+    for place, (level, number) in enumerate(zip(raw.levels, numbers, strict=True)):
+        stride = strides[place]
+        cell = np.array([level.width // 2 + 0.5, level.height // 2 + 0.5]) * stride
+        for anchor in range(number):
+            centres.append((cell, stride))
+            tables = dict(_tables(raw.run(_filled(raw, family, order, numbers, code, (place, anchor)))))
+            changed = _changed_rows(tables, background)
+            for which, rows in tables.items():
+                row = changed.get(len(rows), 0)
+                for how, own in _readings(rows[row : row + 1], raw.size):
+                    boxes.setdefault(f"{which}, {how}", []).extend(own)
+    for found in boxes.values():
+        if len(found) == len(centres) and all(map(_is_there, found, centres)):
+            sides = iter([tuple(float(f"{side / fraction:.5g}") for side in box[2:] - box[:2]) for box in found])
+            yield tuple(tuple(next(sides) for _ in range(number)) for number in numbers)
+
+
+def _changed_rows(tables: Mapping[str, Array], before: Mapping[str, Array]) -> dict[int, int]:
+    """Return number of rows -> the row that the one great score has changed most, among tables of so many rows.
+
+    Scores may be an output of their own. Where only the best boxes are left, that of the great score comes first.
+    """
+    changes: dict[int, Array] = {}
+    for which, rows in tables.items():
+        if which in before and before[which].shape == rows.shape and len(rows) > 1:
+            change = np.abs(rows - before[which]).max(1)
+            changes[len(rows)] = np.maximum(changes.get(len(rows), 0.0), change)
+    return {number: int(change.argmax()) for number, change in changes.items() if change.max() > 0}
+
+
+def _is_there(box: Array, centre: tuple[Array, float]) -> bool:
+    middle, stride = centre
+    sides = box[2:] - box[:2]
+    return bool((sides > 0).all() and np.abs((box[:2] + box[2:]) / 2 - middle).max() <= stride)
+
+
+def _small_code(family: Family) -> tuple[float, float]:
+    """Return the code of a side that is a small fraction of that of the anchor, and this fraction."""
+    for code in CODES:
+        codes = torch.tensor([0.0, 0.0, code, code]).reshape(1, 1, 4)
+        one = torch.ones(1, 2)
+        head = Head(codes, codes, codes[..., 0], one, one[:, 0], one, one[0])
+        box = family.decode(head)[0, 0]
+        fraction = float(box[2] - box[0])
+        if fraction < LARGEST_FRACTION:
+            break
+    return code, fraction
+
+
+def _filled(
+    raw: RawOutputs,
+    family: Family,
+    order: Sequence[int],
+    numbers: Sequence[int],
+    code: float,
+    found: tuple[int, int] | None = None,
+) -> Mapping[str, Array]:
+    """Return raw outputs whose boxes have a code for both sides, without any object, or with one.
+
+    found: level and anchor of the object, in the cell in the middle.
+    """
+    values = {}
+    for place, (level, number) in enumerate(zip(raw.levels, numbers, strict=True)):
+        total = sum(level.channels[each] for each in order) // number
+        rest = total - sum(family.roles.values())
+        parts = []
+        for role, channels in family.roles.items():
+            made = np.zeros((1, number, channels or rest, level.height, level.width), np.float32)
+            if role == "boxes":
+                made[:, :, 2:] = code
+            else:
+                made += LEAST
+                if role == "scores" and family.first_class:
+                    made[:, :, 0] = GREATEST
+                if found and found[0] == place:
+                    cell = made[0, found[1], :, level.height // 2, level.width // 2]
+                    cell[:] = LEAST
+                    cell[family.first_class if role == "scores" else 0] = GREATEST
+            parts.append(made)
+        if len(order) == 1:
+            parts = [np.concatenate(parts, 2)]
+        for each, made in zip(order, parts, strict=True):
+            values[level.names[each]] = made.reshape(1, -1, level.height, level.width)
+    return values

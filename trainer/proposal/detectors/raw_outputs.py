@@ -1,0 +1,178 @@
+"""Find the raw outputs of a detector with a grid: the results of its last convolutions, before boxes are decoded.
+
+    trunk --- Conv [1, 64, 40, 40] --.
+          '-- Conv [1, 20, 40, 40] ---+--- decode, NonMaxSuppression --- boxes, scores        the file
+          '-- Conv [1, 64, 20, 20] ---'
+          '-- Conv [1, 20, 20, 20] --'    |  the end of the file alone, which is run on raw outputs of any values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.onnx_graph.files.index import Index, dims_of, names_read, nodes_between
+from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.outputs import is_numeric
+from onward.trainer.onnx_graph.surgery.selections import LAYERS
+
+OPEN_SIDE = 320
+"""Pixels of an input whose size the file leaves open."""
+MOST_RAW = 40
+MOST_ROLES = 3
+
+
+@dataclass(frozen=True)
+class Level:
+    """The raw outputs of one size of grid, in the order of the file."""
+
+    names: tuple[str, ...]
+    channels: tuple[int, ...]
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class RawOutputs:
+    """The raw outputs of a file, and what it computes from them."""
+
+    levels: tuple[Level, ...]
+    """The one of the most cells first; all have equally many tensors."""
+    strides: tuple[tuple[float, ...], ...]
+    """What may be the strides of the levels, in pixels of the input: powers of 2, or the sides divided by the cells."""
+    size: tuple[int, int]
+    """Width and height of the input."""
+    end: onnxruntime.InferenceSession
+    """The part of the file behind the raw outputs."""
+    fed: Mapping[str, Array]
+    """Inputs of the file that its end reads too, as for their shapes."""
+
+    def run(self, raw: Mapping[str, Array]) -> list[Array]:
+        """Return the outputs of the file for raw outputs [1, channels, height, width] of these values."""
+        return list(self.end.run(None, {**self.fed, **raw}))
+
+    @property
+    def described(self) -> str:
+        """The levels for messages."""
+        lines = []
+        for level, stride in zip(self.levels, self.strides[0], strict=True):
+            named = (f"{name!r} with {number}" for name, number in zip(level.names, level.channels, strict=True))
+            lines.append(f"stride {stride:g}: {', '.join(named)} channels")
+        return "; ".join(lines)
+
+
+def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
+    """Return the raw outputs of a file whose only input is an image; None if it has none in levels.
+
+    folder: where its external data is. Runs the file once.
+    """
+    index = Index(model.graph)
+    fed = [value for value in model.graph.input if value.name not in index.stored]
+    dims = (dims_of(fed[0]) or ()) if len(fed) == 1 else ()
+    if len(dims) not in (3, 4):
+        return None
+    names = _last_layers(index, [value.name for value in model.graph.output if is_numeric(value)])
+    if not 0 < len(names) <= MOST_RAW:
+        return None
+    channels, height, width = dims[-3:]
+    shape = (1,) * (len(dims) - 3) + (channels or 3, height or OPEN_SIDE, width or OPEN_SIDE)
+    image = np.random.default_rng(0).random(shape).astype(np.float32)
+    feed = {fed[0].name: image}
+    try:
+        results = open_session(_part(model, names, ()), base=folder).run(names, feed)
+        end = open_session(_part(model, [value.name for value in model.graph.output], names), base=folder)
+    except Exception:  # onnxruntime's errors have no common base class: `onward doctor` says why it does not run
+        return None
+    levels = _levels(names, results)
+    read = {value.name for value in end.get_inputs()}
+    kept = {name: value for name, value in feed.items() if name in read}
+    powers = tuple(_power_of_2(image.shape[-2:], level) for level in levels)
+    shares = tuple(image.shape[-1] / level.width for level in levels)
+    strides = (powers, shares) if all(powers) and powers != shares else (shares,)
+    return RawOutputs(levels, strides, (image.shape[-1], image.shape[-2]), end, kept) if levels else None
+
+
+def _last_layers(index: Index, outputs: Sequence[str]) -> list[str]:
+    """Return the results of the layers from which the outputs are computed, in the order of the file."""
+    found = set[str]()
+    seen = set[str]()
+    names = list(outputs)
+    while names:
+        name = names.pop()
+        node = index.makers.get(name)
+        if node is None or name in seen:
+            continue
+        seen.add(name)
+        if node.op_type in LAYERS and not _is_mean_of_bins(node, index):
+            found.add(_after_relu(name, index, seen))
+        elif node.op_type != "Shape":  # the grid is made from the shapes of layers, which predict nothing
+            names += names_read(node)
+    return [name for node in index.makers.values() for name in node.output if name in found]
+
+
+def _is_mean_of_bins(node: onnx.NodeProto, index: Index) -> bool:
+    """Return whether a layer multiplies probabilities by 0, 1, 2, ...: the decoding of distributions of distances."""
+    tensor = index.stored.get(node.input[1]) if len(node.input) > 1 else None
+    if tensor is None or max(tensor.dims, default=0) > 64:
+        return False
+    values = numpy_helper.to_array(tensor).flatten()
+    return len(values) == max(tensor.dims) and np.array_equal(values, np.arange(len(values)))
+
+
+def _after_relu(name: str, index: Index, seen: set[str]) -> str:
+    """Return the result of the Relu behind a layer, where the outputs are computed from that alone."""
+    behind = [made for made in seen if name in index.makers[made].input]
+    is_relu = len(behind) == 1 and index.makers[behind[0]].op_type == "Relu"
+    return behind[0] if is_relu else name
+
+
+def _power_of_2(sides: Sequence[int], level: Level) -> float:
+    """Return the stride with which the sides are as many whole or begun cells; 0 if there is none."""
+    for stride in (2**power for power in range(1, 9)):
+        if [-(-side // stride) for side in sides] == [level.height, level.width]:
+            return float(stride)
+    return 0.0
+
+
+def _levels(names: Sequence[str], results: Sequence[Array]) -> tuple[Level, ...]:
+    """Return the raw outputs by size of grid; () if they are no such outputs."""
+    if any(value.ndim != 4 or len(value) != 1 for value in results):
+        return ()
+    by_size: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for name, value in zip(names, results, strict=True):
+        by_size.setdefault(value.shape[2:], []).append((name, value.shape[1]))
+    if len({len(members) for members in by_size.values()}) != 1 or len(next(iter(by_size.values()))) > MOST_ROLES:
+        return ()
+    levels = []
+    for height, width in sorted(by_size, reverse=True):
+        own_names, channels = zip(*by_size[height, width], strict=True)
+        levels.append(Level(own_names, channels, height, width))
+    return tuple(levels)
+
+
+def _part(model: onnx.ModelProto, outputs: Sequence[str], starts: Sequence[str]) -> onnx.ModelProto:
+    """Return the nodes from the starts, or from the inputs, to the outputs."""
+    graph = model.graph
+    kept, needed = nodes_between(graph, list(outputs), set(starts))
+    part = onnx.ModelProto(ir_version=max(model.ir_version, 4))
+    part.opset_import.extend(model.opset_import)
+    part.functions.extend(model.functions)
+    part.graph.name = graph.name
+    part.graph.node.extend(kept)
+    for name in starts:
+        part.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    weights = {tensor.name for tensor in graph.initializer}
+    part.graph.input.extend(value for value in graph.input if value.name in needed - weights - {*starts})
+    declared = {value.name: value for value in graph.output}
+    for name in outputs:
+        # a type without a shape, which an inner tensor may have none of
+        part.graph.output.append(declared.get(name) or helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    part.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in needed)
+    return part

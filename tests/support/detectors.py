@@ -34,7 +34,8 @@ class Detector(nn.Module):
 
     def __init__(self, family: str, width: int = 16) -> None:
         super().__init__()
-        self.family = family
+        self.decoded = DECODED[family]
+        family = family.split()[0]
         self.trunk = nn.Sequential(_layer(3, width, 2), _layer(width, width, 2), _layer(width, 2 * width, 2))
         levels = 1 if family == "centernet" else 3
         self.down = nn.ModuleList(_layer(2 * width, 2 * width, 2) for _ in range(levels - 1))
@@ -64,7 +65,7 @@ class Detector(nn.Module):
             [head(layer(feature)) for head, layer in zip(heads, layers, strict=True)]
             for feature, heads, layers in zip(features, self.heads, self.before, strict=True)
         ]
-        return DECODED[self.family](raw)
+        return self.decoded(raw)
 
 
 def _grid(raw: list[list[Tensor]], offset: float) -> tuple[Tensor, Tensor]:
@@ -107,6 +108,11 @@ def _yolox(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
     code = _rows(raw, 0)
     boxes = torch.cat([(code[..., :2] + points) * strides, code[..., 2:].exp() * strides], -1)
     return (torch.cat([boxes, _rows(raw, 1).sigmoid(), _rows(raw, 2).sigmoid()], -1),)
+
+
+def _yolox_coded(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """The same without decoding, as the export of its repository writes it by default."""
+    return (torch.cat([_rows(raw, 0), _rows(raw, 1).sigmoid(), _rows(raw, 2).sigmoid()], -1),)
 
 
 def _fcos(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
@@ -160,6 +166,7 @@ def _centernet(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
 DECODED: dict[str, Callable[[list[list[Tensor]]], tuple[Tensor, ...]]] = {
     "yolov8": _yolov8,
     "yolox": _yolox,
+    "yolox coded": _yolox_coded,
     "fcos": _fcos,
     "retinanet": _retinanet,
     "ssd": _ssd,
@@ -170,7 +177,7 @@ DECODED: dict[str, Callable[[list[list[Tensor]]], tuple[Tensor, ...]]] = {
 def detector_file(family: str) -> onnx.ModelProto:
     """The file of a small detector: input images [batch, 3, SIDE, SIDE], outputs as the family has them."""
     module = Detector(family).eval()
-    names = ["found"] if family in ("yolov8", "yolox", "centernet") else ["boxes", "scores"]
+    names = ["boxes", "scores"] if family in ("fcos", "retinanet", "ssd") else ["found"]
     content = io.BytesIO()
     with warnings.catch_warnings(action="ignore"):
         torch.onnx.export(

@@ -44,6 +44,13 @@ def test_it_is_recognised_through_a_choice_among_its_boxes(family: str) -> None:
         np.testing.assert_allclose(chosen.loss.anchors, ANCHORS, rtol=1e-3)
 
 
+def test_a_file_of_yolox_may_leave_the_decoding_to_its_users() -> None:
+    head = recognised(detector_file("yolox coded"))
+    assert head
+    assert (head.loss.name, head.loss.strides) == ("yolox", STRIDES)
+    assert "as they are coded, which its users decode" in head.reason
+
+
 def test_a_file_that_decodes_its_boxes_otherwise_is_refused_with_its_last_layers(tmp_path: Path) -> None:
     model = detector_file("yolox")
     for tensor in model.graph.initializer:

@@ -77,9 +77,7 @@ def _propose_dense(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Se
             "loss.output and loss.strides by hand, or name a loss of your own (loss.file=...); "
             f"{BOX_PAGE} says which detectors are trained"
         )
-    name = head.loss.name
-    reason = f"fed with random raw outputs, the file computes the boxes of {name}: {head.boxes}"
-    draft.set("loss.name", name, reason)
+    draft.set("loss.name", head.loss.name, head.reason)
     draft.set("loss.output", list(head.loss.outputs), "the raw outputs, before boxes are decoded")
     draft.set("loss.strides", list(head.loss.strides), "pixels of the input for each cell")
     if head.loss.anchors:

@@ -28,6 +28,7 @@ TOLERANCE = 1e-3
 LEAST_BOXES = 3
 """Different boxes that the file must compute, for a comparison that shows something."""
 MOST_COMPARED = 500
+CODED = "as they are coded, which its users decode"
 LEAST, GREATEST = -20.0, 20.0
 """Logits of no and of yes."""
 MOST_BEFORE = 4
@@ -48,12 +49,14 @@ class DenseHead:
 
     loss: LossConfig
     num_classes: int
-    boxes: str
-    """How the file writes its boxes, for the reason."""
+    reason: str
 
 
 def recognise(raw: RawOutputs) -> DenseHead | None:
-    """Return the head whose decoding is that of the file; None if it is that of no family."""
+    """Return the head whose decoding is that of the file; None if it is that of no family.
+
+    A file may write boxes as they are coded, as YOLOX does by default: one with boxes, objectness and scores is that.
+    """
     for name, family in FAMILIES.items():
         for order, strides in itertools.product(_orders(raw.levels, family), raw.strides):
             outputs = tuple(level.names[place] for level in raw.levels for place in order)
@@ -61,7 +64,8 @@ def recognise(raw: RawOutputs) -> DenseHead | None:
                 given = {"name": name, "output": outputs, "strides": strides, "anchors": anchors}
                 loss = LossConfig.model_validate(given)
                 if boxes := _agrees(raw, family, loss):
-                    return DenseHead(loss, _num_classes(raw.levels[0], family, order, anchors), boxes)
+                    reason = f"fed with random raw outputs, the file computes the boxes of {name}: {boxes}"
+                    return DenseHead(loss, _num_classes(raw.levels[0], family, order, anchors), reason)
     return None
 
 
@@ -110,13 +114,16 @@ def _agrees(raw: RawOutputs, family: Family, loss: LossConfig) -> str:
             values[name] = made.astype(np.float32)
     try:
         head = family.head([torch.from_numpy(values[name]) for name in loss.outputs], loss)
-        decoded = family.decode(head)[0].numpy()
+        known = {"": family.decode(head)[0].numpy()}
+        if family.may_be_coded:
+            known[CODED] = head.codes[0].numpy()
     except (ConfigError, RuntimeError):  # the channels are not those of the family
         return ""
     for _, rows in _tables(raw.run(values)):
         for how, boxes in _readings(rows, raw.size):
-            if _are_among(boxes, decoded, raw.size):
-                return how
+            for coded, decoded in known.items():
+                if _are_among(boxes, decoded, raw.size):
+                    return coded or how
     return ""
 
 

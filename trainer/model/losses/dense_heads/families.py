@@ -39,6 +39,8 @@ class Family:
     """The place of the data's first class among the scores: 1 behind a background class."""
     has_anchors: bool = False
     """Whether a cell has several predictions, of an anchor box each."""
+    may_be_coded: bool = False
+    """Whether files leave the decoding to their users."""
     keeps_all: bool = False
     """Whether boxes that overlap are kept, as where only the greatest score of some cells is left."""
 
@@ -51,7 +53,7 @@ FAMILIES: Mapping[str, Family] = {
     "yolov8": Family(
         task_aligned.ROLES, task_aligned.OFFSET, task_aligned.decode, task_aligned.confidence, task_aligned.loss
     ),
-    "yolox": Family(simota.ROLES, simota.OFFSET, simota.decode, simota.confidence, simota.loss),
+    "yolox": Family(simota.ROLES, simota.OFFSET, simota.decode, simota.confidence, simota.loss, may_be_coded=True),
     "fcos": Family(
         centre_sampled.ROLES,
         centre_sampled.OFFSET,

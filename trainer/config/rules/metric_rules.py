@@ -84,12 +84,15 @@ def losses(
             f"parallel.reduction {parallel.reduction!r} weighs hosts by the targets of one loss, and a teacher adds "
             "one; use 'sum'"
         )
-    if len(losses) < 2:
-        return
-    if parallel.is_adasum:
+    if parallel.is_adasum and len(losses) > 1:
         yield (
             f"parallel.reduction {parallel.reduction!r} weighs hosts by the targets of one loss, but there are "
             f"{len(losses)} [[loss]]; use 'sum'"
+        )
+    elif parallel.is_adasum and any(each.num_terms > 1 for each in losses):
+        yield (
+            f"parallel.reduction {parallel.reduction!r} weighs hosts by one number of targets, but the loss has "
+            f"{losses[0].num_terms}, of the images and of each level; use 'sum'"
         )
 
 

@@ -15,8 +15,8 @@ from onward.trainer.config.metric_names import Task
 # fmt: off
 LossName = Literal[
     "cross_entropy", "mse", "l1", "bce_with_logits", "output", "huber", "quantile", "focal", "dice", "giou", "ctc",
-    "cosine", "triplet", "info_nce", "set_classes", "set_l1", "set_giou", "yolov5", "yolov8", "yolox", "fcos", "retinanet",
-    "ssd", "centernet", "file", "teacher",
+    "cosine", "triplet", "info_nce", "set_classes", "set_l1", "set_giou", "yolov5", "yolov8", "yolox", "fcos",
+    "retinanet", "ssd", "centernet", "file", "teacher",
 ]
 # fmt: on
 """The losses, by name."""

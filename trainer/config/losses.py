@@ -98,7 +98,8 @@ class LossConfig(Section):
     strides: tuple[PositiveFloat, ...] = ()
     """Losses of a grid: for each level the pixels of the model's input from one cell to the next."""
     anchors: tuple[tuple[tuple[PositiveFloat, PositiveFloat], ...], ...] = ()
-    """yolov5, retinanet, ssd: for each level width and height of the anchors of a cell, in pixels of the model's input."""
+    """yolov5, retinanet, ssd: for each level width and height of the anchors of a cell, in pixels of the model's
+    input."""
     smooth: NonNegativeFloat = 1.0
     """dice: added to the overlap and to the sizes, so that classes that are absent have no loss."""
     blank: NonNegativeInt = 0

@@ -112,6 +112,13 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"parallel": {"reduction": "adasum"}, "loss": [{}, {"output": "z"}]},
         ["weighs hosts by the targets of one loss, but there are 2 [[loss]]"],
     ),
+    "a loss by level and Adasum": (
+        {
+            "parallel": {"reduction": "adasum"},
+            "loss": {"name": "yolov5", "output": ["y", "z"], "strides": [8, 16], "anchors": [[[4, 4]], [[8, 8]]]},
+        },
+        ["weighs hosts by one number of targets, but the loss has 3, of the images and of each level; use 'sum'"],
+    ),
     "stages without a loop": (
         {
             "parallel": {"pipeline": 2, "stages_per_rank": 3},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.schema.anchor_matches import count_matches
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses.dense_heads.anchor_ratio import balance
 from onward.trainer.model.losses.dense_heads.assigned import DividedLoss
 from onward.trainer.model.losses.dense_heads.families import FAMILIES, dense_detections, dense_loss
+from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+from onward.trainer.rehearsal.findings import Findings
+from onward.trainer.rehearsal.guards.loss_checks import check_counts
 
 SIDE, CLASSES, IMAGES = 64, 5, 3
 STRIDES = (8.0, 16.0, 32.0)
@@ -252,7 +259,7 @@ def yolov5_cells(x: float, y: float, cells: int) -> list[tuple[int, int]]:
     """Column and line of the cells that an object with this centre, in cells, may match."""
     column, line = int(x), int(y)
     near = [(column + (1 if x % 1 > 0.5 else -1), line), (column, line + (1 if y % 1 > 0.5 else -1))]
-    return [(column, line), *(place for place in near if 0 <= min(place) and max(place) < cells)]
+    return [(column, line), *(place for place in near if set(place) <= set(range(cells)))]
 
 
 def yolov5_terms(outputs: list[Tensor], own_labels: Tensor) -> tuple[Tensor, list[int]]:
@@ -326,6 +333,38 @@ def test_the_host_counts_the_matches_of_yolov5_without_outputs() -> None:
     assert count_matches(torch.zeros(2, 0), 2, config("yolov5"), (SIDE, SIDE)).tolist() == [2, 0, 0, 0]
     with pytest.raises(ConfigError, match=r"loss 'yolov5' reads boxes of images; .* data\.image"):
         count_matches(own_labels, IMAGES, config("yolov5"), None)
+
+
+@pytest.mark.parametrize("rows", [range(IMAGES), [2]], ids=["all images", "background"])
+def test_an_evaluation_divides_each_term_of_yolov5_by_its_own_targets(rows: Sequence[int]) -> None:
+    """A level without a match, as all are of background, has no term, and the loss is a number all the same."""
+    outputs, own_labels = raw_outputs("yolov5"), labels()
+    names = [f"raw {place}" for place in range(len(outputs))]
+    each = [config("yolov5", output=tuple(names), weight=0.5), config("yolov5", output=tuple(names))]
+    measured = EvaluationMetrics(Losses(each, names), device=torch.device("cpu"))
+    for row in rows:
+        own = slice(row, row + 1)
+        measured.update([value[own] for value in outputs], [own_labels[own]] * 2, 1)
+    chosen = list(rows)
+    total, divisor = computed("yolov5", [value[chosen] for value in outputs], own_labels[chosen])
+    mean = (total / divisor.clamp(min=1)).sum()
+    assert measured.of_totals(measured.totals())["loss"] == pytest.approx(1.5 * mean.item(), rel=1e-5)
+
+
+def test_the_rehearsal_refuses_strides_that_are_not_those_of_the_outputs() -> None:
+    outputs, own_labels = raw_outputs("yolov5"), labels()
+    names = [f"raw {place}" for place in range(len(outputs))]
+    counted = tuple(count_matches(own_labels, IMAGES, config("yolov5"), (SIDE, SIDE)).double().tolist())
+    batch = Batch((), (own_labels,), IMAGES, counted)
+    problems = []
+    for strides in (STRIDES, (4.0, 8.0, 16.0)):
+        losses = Losses([config("yolov5", output=tuple(names), strides=strides)], names)
+        graph: Any = SimpleNamespace(losses=losses, outputs=lambda _: outputs)
+        findings = Findings()
+        check_counts(graph, batch, findings)
+        problems.append([problem for error in findings.errors for problem in error.problems])
+    assert problems[0] == []
+    assert "correct loss.strides, loss.output or data.image.size" in problems[1][0]
 
 
 def test_the_balance_of_the_objectness_is_that_of_the_stride() -> None:

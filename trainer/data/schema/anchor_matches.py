@@ -57,9 +57,7 @@ def objects_of(labels: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def anchor_matches(
-    corners: Tensor, is_trained: Tensor, loss: LossConfig, levels: Sequence[Cells]
-) -> Iterator[Matches]:
+def anchor_matches(corners: Tensor, is_trained: Tensor, loss: LossConfig, levels: Sequence[Cells]) -> Iterator[Matches]:
     """Yield the matches of each level. corners, is_trained: of `objects_of`; levels: in the order of the strides."""
     first_row = 0
     for (height, width), stride, sides in zip(levels, loss.strides, loss.anchors, strict=True):

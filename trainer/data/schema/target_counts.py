@@ -22,7 +22,7 @@ NO_LABELS = (0, 0)
 NO_OBJECT_WEIGHT = 0.1
 """Of the class "no object" in set_classes with softmax, as in DETR."""
 TargetCounter = Callable[[Tensor | None, int], float | Tensor]
-"""(labels [B, ...], B) -> the number of targets that enter the loss of B samples; [terms] of a loss of several terms."""
+"""(labels [B, ...], B) -> the number of targets that enter the loss of B samples; of several terms a vector."""
 
 
 def labels_of(losses: Sequence[LossConfig], fed: Iterator[Tensor]) -> list[Tensor | None]:

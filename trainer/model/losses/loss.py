@@ -6,8 +6,8 @@ smaller. This is why two replicas equal one replica with twice the batch.
 
     loss of a step  =  sum over [[loss]] i of  weight_i x (sum over targets of loss i) / (targets of loss i)
 
-A loss may have several terms, each with a number of targets of its own (yolov5: one term for each level of a grid). Then
-every term is an entry of this sum, with the weight of its loss.
+A loss may have several terms, each with its own number of targets (yolov5: one for the images, and one for each level
+of a grid). Each term is then an entry of this sum, with the weight of its loss.
 
 With a teacher its losses are further terms of this sum, behind the others (teacher_loss.py).
 """

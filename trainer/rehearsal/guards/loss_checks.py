@@ -89,9 +89,10 @@ def _check_levels(
     if (found := loss.own_divisor.tolist()) != list(counts):
         sides = [list(outputs[place].shape[2:]) for place in loss.indices]
         findings.refuse(
-            f"loss {loss.name!r} has {found[1:]} matches on its levels, but {list(counts[1:])} by the size of the images: "
-            f"its raw outputs are of height and width {sides}, which x loss.strides {list(loss.config.strides)} are to "
-            "be the size of the images; correct loss.strides, loss.output or data.image.size"
+            f"loss {loss.config.name!r} matches {found[1:]} times by level with its raw outputs, but "
+            f"{list(counts[1:])} times with the images: height and width {sides} x loss.strides "
+            f"{list(loss.config.strides)} are to be the size of the images; correct loss.strides, loss.output or "
+            "data.image.size"
         )
 
 

@@ -18,7 +18,7 @@ EPSILON = 1e-7
 class DividedLoss(NamedTuple):
     """A sum whose divisor depends on what the model has predicted, or on which anchors meet an object.
 
-    Of a loss of several terms (`LossConfig.num_terms`) both are vectors, and the loss of a step is the sum of its terms.
+    Of a loss of several terms (`LossConfig.num_terms`) both are vectors, and the loss of a step adds the terms up.
     """
 
     total: Tensor

@@ -117,7 +117,7 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
             "parallel": {"reduction": "adasum"},
             "loss": {"name": "yolov5", "output": ["y", "z"], "strides": [8, 16], "anchors": [[[4, 4]], [[8, 8]]]},
         },
-        ["weighs hosts by one number of targets, but the loss has 3, of the images and of each level; use 'sum'"],
+        ["weighs hosts by the targets of one loss, but 'yolov5' counts images and the matches of each level"],
     ),
     "stages without a loop": (
         {

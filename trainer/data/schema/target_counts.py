@@ -123,8 +123,10 @@ def count_targets(labels: Tensor | None, size: int, loss: LossConfig) -> float |
     the caller.
     """
     rule = loss.rule
+    if labels is None or not loss.takes_labels:
+        return size
     # of a loss that counts its own divisor this only says that there is something to train on
-    if labels is None or not loss.takes_labels or rule.by_sample or rule.own_divisor:
+    if rule.by_sample or rule.own_divisor:
         return size
     if rule.labels == "boxes":
         return labels.numel() // 4

@@ -87,10 +87,10 @@ class Losses:
         # the labels of the losses against the teacher are behind those of the others
         soft = zip(self.soft, labels[len(self.each) :], strict=True)
         hard = zip(self.each, labels[: len(self.each)], strict=True)
-        return (
-            *(term for loss, own in hard for term in loss.terms(outputs, own, size)),
-            *(loss(outputs, own, size) for loss, own in soft),
-        )
+        terms: list[Tensor] = []
+        for loss, own in hard:
+            terms += loss.terms(outputs, own, size)
+        return (*terms, *(against_teacher(outputs, own, size) for against_teacher, own in soft))
 
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
         """Raise DataError for labels that are no classes, see `Loss.check_labels`."""

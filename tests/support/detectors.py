@@ -16,6 +16,7 @@ CLASSES = 2
 STRIDES = (8, 16, 32)
 ANCHORS = tuple(tuple((3.0 * s * w, 3.0 * s / w) for w in (0.7, 1.0, 1.4)) for s in (8, 16, 32))
 HEADS = {
+    "yolov5": (3 * (5 + CLASSES),),
     "yolov8": (64, CLASSES),
     "yolox": (4, 1, CLASSES),
     "fcos": (4, 1, CLASSES),
@@ -102,6 +103,20 @@ def _yolov8(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
     return (torch.cat([boxes, torch.cat([level[1].flatten(2) for level in raw], 2).sigmoid()], 1),)
 
 
+def _yolov5(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """[B, cells x anchors, 5 + classes]: centre and size in pixels, objectness, and probabilities."""
+    found = []
+    for (first,), stride, sides in zip(raw, STRIDES, ANCHORS, strict=True):
+        height, width = int(first.shape[2]), int(first.shape[3])
+        y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        values = first.reshape(-1, len(sides), 5 + CLASSES, height, width).permute(0, 1, 3, 4, 2).sigmoid()
+        centres, sizes, others = values.split((2, 2, 1 + CLASSES), -1)
+        centres = (centres * 2 - 0.5 + torch.stack([x, y], -1)) * stride
+        sizes = (sizes * 2) ** 2 * torch.tensor(sides).reshape(1, len(sides), 1, 1, 2)
+        found.append(torch.cat([centres, sizes, others], -1).reshape(-1, len(sides) * height * width, 5 + CLASSES))
+    return (torch.cat(found, 1),)
+
+
 def _yolox(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
     """[B, cells, 5 + classes]: centre and size in pixels, objectness, and probabilities."""
     points, strides = _grid(raw, 0.0)
@@ -164,6 +179,7 @@ def _centernet(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
 
 
 DECODED: dict[str, Callable[[list[list[Tensor]]], tuple[Tensor, ...]]] = {
+    "yolov5": _yolov5,
     "yolov8": _yolov8,
     "yolox": _yolox,
     "yolox coded": _yolox_coded,

@@ -12,6 +12,9 @@ from onward.trainer.data.batches.batches import Batch
 class OneLoss:
     """One loss of weight 1; a subclass defines `total`."""
 
+    counts_itself = False
+    own_divisor: Tensor | None = None
+
     def total(self, outputs: Sequence[Tensor], labels: Tensor | None) -> Tensor:
         raise NotImplementedError
 

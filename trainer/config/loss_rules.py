@@ -15,8 +15,8 @@ from onward.trainer.config.metric_names import Task
 # fmt: off
 LossName = Literal[
     "cross_entropy", "mse", "l1", "bce_with_logits", "output", "huber", "quantile", "focal", "dice", "giou", "ctc",
-    "cosine", "triplet", "info_nce", "set_classes", "set_l1", "set_giou", "yolov8", "yolox", "fcos", "retinanet", "ssd",
-    "centernet", "file", "teacher",
+    "cosine", "triplet", "info_nce", "set_classes", "set_l1", "set_giou", "yolov5", "yolov8", "yolox", "fcos",
+    "retinanet", "ssd", "centernet", "file", "teacher",
 ]
 # fmt: on
 """The losses, by name."""
@@ -63,6 +63,9 @@ class LossRule:
     """Whether tensor parallelism computes it from logits of which each rank has some classes."""
     own_divisor: bool = False
     """Whether the loss counts by what its sum is divided, which depends on outputs. It is the only loss of a run."""
+    by_level: bool = False
+    """Whether the loss is a vector: a term of the images, and one for each level of a grid, each with its own number of
+    targets (data/schema/anchor_matches.py)."""
     no_onnx: str = ""
     """Why `export.training` cannot write it; "" = loss_nodes.py has its nodes."""
     synonyms: tuple[str, ...] = ()
@@ -76,6 +79,11 @@ class LossRule:
         if self.tasks[0] in ("classes", "sequences"):
             return "kl"
         return "bce" if self.tasks[0] == "labels" else "mse"
+
+    @property
+    def has_grid(self) -> bool:
+        """Whether a detector predicts boxes at every cell of a grid (model/losses/dense_heads/)."""
+        return "strides" in self.takes
 
     @property
     def needs_two_scores(self) -> bool:
@@ -94,15 +102,16 @@ ERRORS = ("mae", "mse")
 MATCHED = "ONNX has no operator that assigns boxes to outputs"
 
 
-def _dense(*takes: str) -> LossRule:
-    """Return the rule of a detector that predicts boxes at every cell of a grid (model/losses/dense_heads/)."""
+def _dense(*takes: str, by_level: bool = False) -> LossRule:
+    """Return the rule of a detector with a grid."""
     return LossRule(
         "objects",
         takes=("strides", *takes),
         tasks=("objects",),
         metrics=("map", "map_50"),
         num_outputs=0,
-        own_divisor=True,
+        own_divisor=not by_level,
+        by_level=by_level,
         no_onnx=MATCHED,
     )
 
@@ -164,6 +173,7 @@ LOSS_RULES: Mapping[LossName, LossRule] = {
     ),
     "set_l1": LossRule("objects", takes=("scores",), num_outputs=2, no_onnx=MATCHED),
     "set_giou": LossRule("objects", takes=("scores",), num_outputs=2, no_onnx=MATCHED),
+    "yolov5": _dense("anchors", by_level=True),
     "yolov8": _dense(),
     "yolox": _dense(),
     "fcos": _dense("alpha", "gamma"),
@@ -181,5 +191,5 @@ def losses_with(task: Task) -> list[str]:
     return [name for name, rule in LOSS_RULES.items() if task in rule.tasks]
 
 
-DENSE_LOSSES = [name for name, rule in LOSS_RULES.items() if rule.own_divisor]
+DENSE_LOSSES = [name for name, rule in LOSS_RULES.items() if rule.has_grid]
 """Of detectors that predict boxes at every cell of a grid."""

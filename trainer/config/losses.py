@@ -45,8 +45,8 @@ class LossConfig(Section):
     `dice`: of segmentation masks, by sample. `giou`: of boxes (x1, y1, x2, y2). `ctc`: of sequences [B, T, C] with
     shorter labels. `cosine`: two outputs, alike or not (label 1 or -1). `triplet`: three outputs, without labels.
     `info_nce`: two outputs whose rows belong together, without labels. `set_classes`, `set_l1`, `set_giou`: of a
-    detector that predicts a set of boxes (DETR), two outputs: class scores and boxes. `yolov8`, `yolox`, `fcos`,
-    `retinanet`, `ssd`, `centernet`: of a detector with a grid, its raw outputs. `file`: your own."""
+    detector that predicts a set of boxes (DETR), two outputs: class scores and boxes. `yolov5`, `yolov8`, `yolox`,
+    `fcos`, `retinanet`, `ssd`, `centernet`: of a detector with a grid, its raw outputs. `file`: your own."""
     file: str = ""
     """Your own loss: "my_loss.py:function", or an ONNX file with the inputs output and labels."""
     output: str | tuple[str, ...] = ""
@@ -98,7 +98,8 @@ class LossConfig(Section):
     strides: tuple[PositiveFloat, ...] = ()
     """Losses of a grid: for each level the pixels of the model's input from one cell to the next."""
     anchors: tuple[tuple[tuple[PositiveFloat, PositiveFloat], ...], ...] = ()
-    """retinanet, ssd: for each level width and height of the anchors of a cell, in pixels of the model's input."""
+    """yolov5, retinanet, ssd: for each level width and height of the anchors of a cell, in pixels of the model's
+    input."""
     smooth: NonNegativeFloat = 1.0
     """dice: added to the overlap and to the sizes, so that classes that are absent have no loss."""
     blank: NonNegativeInt = 0
@@ -121,6 +122,11 @@ class LossConfig(Section):
         """What the loss is, of an entry that is filled in."""
         assert self.name
         return LOSS_RULES[self.name]
+
+    @property
+    def num_terms(self) -> int:
+        """The sums that the loss returns, each of which is divided by its own number of targets."""
+        return 1 + len(self.strides) if self.rule.by_level else 1
 
     @property
     def is_own(self) -> bool:

@@ -146,8 +146,8 @@ def checks(
         timed = partial(batch, first.rows, "training")
         time = partial(_time, graph, timed, config.precision, findings)
         found.append(("the time of a micro-batch in fp32 and bf16", time))
-    if any(loss.count for loss in config.losses):
-        count = partial(check_counts, graph.losses, compared, findings)
+    if any(loss.count or loss.rule.by_level for loss in config.losses):
+        count = partial(check_counts, graph, compared, findings)
         found.append(("that targets are counted row by row", count))
     if any(loss.is_own for loss in config.losses):
         found += [

@@ -58,9 +58,11 @@ class RehearsedGraph:
 
     def loss_of(self, outputs: Sequence[Tensor], batch: Batch) -> Tensor:
         """Return the loss per target, a scalar, for the outputs [B, ...] of the batch's own rows."""
-        sums = [self._sum(place, loss, outputs, batch) for place, loss in enumerate(self.losses.each)]
+        sums: list[Tensor] = []
+        for place, loss in enumerate(self.losses.each):
+            sums += self._terms(place, loss, outputs, batch)
         # labels of soft losses come behind those of the others
-        soft = zip(self.losses.soft, batch.labels[len(sums) :], strict=True)
+        soft = zip(self.losses.soft, batch.labels[len(self.losses.each) :], strict=True)
         sums += [loss(outputs, counted, batch.size) for loss, counted in soft]
         counts = list(batch.num_targets)
         if self.losses.own_divisor is not None:
@@ -75,11 +77,11 @@ class RehearsedGraph:
             outputs = self.module(*batch.inputs)
         return batch.own_rows((outputs,) if isinstance(outputs, Tensor) else outputs)
 
-    def _sum(self, place: int, loss: Loss, outputs: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Return one summed loss. Raises ConfigError if the output and the labels do not fit."""
+    def _terms(self, place: int, loss: Loss, outputs: Sequence[Tensor], batch: Batch) -> tuple[Tensor, ...]:
+        """Return the summed terms of one loss. Raises ConfigError if the output and the labels do not fit."""
         own = batch.labels[place]
         try:
-            return loss(outputs, own, batch.size)
+            return loss.terms(outputs, own, batch.size)
         except (RuntimeError, ValueError, IndexError) as error:
             # too little memory is no misfit of the loss
             if "allocate memory" in str(error):

@@ -112,6 +112,13 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"parallel": {"reduction": "adasum"}, "loss": [{}, {"output": "z"}]},
         ["weighs hosts by the targets of one loss, but there are 2 [[loss]]"],
     ),
+    "a loss by level and Adasum": (
+        {
+            "parallel": {"reduction": "adasum"},
+            "loss": {"name": "yolov5", "output": ["y", "z"], "strides": [8, 16], "anchors": [[[4, 4]], [[8, 8]]]},
+        },
+        ["weighs hosts by the targets of one loss, but 'yolov5' counts images and the matches of each level"],
+    ),
     "stages without a loop": (
         {
             "parallel": {"pipeline": 2, "stages_per_rank": 3},

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.data.batches.batches import Batch
+from onward.trainer.data.schema.anchor_matches import count_matches
 from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.model.losses.dense_heads.anchor_ratio import balance
 from onward.trainer.model.losses.dense_heads.assigned import DividedLoss
 from onward.trainer.model.losses.dense_heads.families import FAMILIES, dense_detections, dense_loss
+from onward.trainer.model.losses.loss import Losses
+from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+from onward.trainer.rehearsal.findings import Findings
+from onward.trainer.rehearsal.guards.loss_checks import check_counts
 
 SIDE, CLASSES, IMAGES = 64, 5, 3
 STRIDES = (8.0, 16.0, 32.0)
 ANCHORS = tuple(tuple((4.0 * s * w, 4.0 * s / w) for w in (0.8, 1.0, 1.5)) for s in (2, 4, 8))
 CHANNELS = {
+    "yolov5": (4, 1, CLASSES),
     "yolov8": (64, CLASSES),
     "yolox": (4, 1, CLASSES),
     "fcos": (4, 1, CLASSES),
@@ -29,7 +42,7 @@ CHANNELS = {
 
 
 def config(name: Any, num_outputs: int = 0, **changes: Any) -> LossConfig:
-    anchors = ANCHORS if name in ("retinanet", "ssd") else ()
+    anchors = ANCHORS if name in ("yolov5", "retinanet", "ssd") else ()
     strides = STRIDES[:1] if name == "centernet" else STRIDES
     given = {
         "name": name,
@@ -85,7 +98,7 @@ def computed(name: str, outputs: list[Tensor], own_labels: Tensor, **changes: An
 
 def mean_and_gradients(name: str, outputs: list[Tensor], own_labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     total, divisor = computed(name, outputs, own_labels)
-    mean = total / divisor.clamp(min=1)
+    mean = (total / divisor.clamp(min=1)).sum()
     return mean, torch.autograd.grad(mean, outputs)
 
 
@@ -214,7 +227,7 @@ def test_training_the_raw_outputs_finds_the_objects(name: str) -> None:
     for _ in range(300):
         optimizer.zero_grad()
         total, divisor = computed(name, outputs, own_labels)
-        (total / divisor.clamp(min=1)).backward()  # type: ignore[no-untyped-call]
+        (total / divisor.clamp(min=1)).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     found = dense_detections(outputs, config(name, len(outputs)))
     for image, number in enumerate((1, 2, 0)):
@@ -226,6 +239,138 @@ def test_training_the_raw_outputs_finds_the_objects(name: str) -> None:
             assert same[0, 1] > 0.4
             assert (same[0, 2:] - row[1:5]).abs().max() < 0.03
         assert not (found[image][number:, 1] > 0.6).any()
+
+
+def complete_overlap(ours: Any, theirs: Any) -> Tensor:
+    """CIoU (arXiv:1911.08287) of two boxes, each as centre, width and height."""
+    (x, y, w, h), (other_x, other_y, other_w, other_h) = ours, theirs
+    left, right = torch.maximum(x - w / 2, other_x - other_w / 2), torch.minimum(x + w / 2, other_x + other_w / 2)
+    top, bottom = torch.maximum(y - h / 2, other_y - other_h / 2), torch.minimum(y + h / 2, other_y + other_h / 2)
+    common = (right - left).clamp(min=0) * (bottom - top).clamp(min=0)
+    iou = common / (w * h + other_w * other_h - common)
+    hull_w = torch.maximum(x + w / 2, other_x + other_w / 2) - torch.minimum(x - w / 2, other_x - other_w / 2)
+    hull_h = torch.maximum(y + h / 2, other_y + other_h / 2) - torch.minimum(y - h / 2, other_y - other_h / 2)
+    apart = ((x - other_x) ** 2 + (y - other_y) ** 2) / (hull_w**2 + hull_h**2)
+    aspect = 4 / math.pi**2 * (torch.atan(w / h) - torch.atan(other_w / other_h)) ** 2
+    return iou - apart - aspect * (aspect / (1 - iou + aspect)).detach()
+
+
+def yolov5_cells(x: float, y: float, cells: int) -> list[tuple[int, int]]:
+    """Column and line of the cells that an object with this centre, in cells, may match."""
+    column, line = int(x), int(y)
+    near = [(column + (1 if x % 1 > 0.5 else -1), line), (column, line + (1 if y % 1 > 0.5 else -1))]
+    return [(column, line), *(place for place in near if set(place) <= set(range(cells)))]
+
+
+def yolov5_terms(outputs: list[Tensor], own_labels: Tensor) -> tuple[Tensor, list[int]]:
+    """The means [objectness, level 0, 1, 2] by the published formulas, pair by pair, and for each level the matches of
+    cells and anchors that have another match."""
+    means, of_objects, shared = [], torch.zeros(()), []
+    for level, stride in enumerate(STRIDES):
+        boxes, objectness, scores = outputs[3 * level : 3 * level + 3]
+        cells, classes = boxes.shape[-1], scores.shape[1] // len(ANCHORS[level])
+        targets: dict[tuple[int, ...], list[float]] = {}
+        of_boxes, of_classes = [], []
+        for image, rows in enumerate(own_labels.reshape(IMAGES, -1, 6).tolist()):
+            counted = [row for row in rows if row[0] >= 0 and row[5] == 0]
+            for (kind, x1, y1, x2, y2, _), (place, sides) in itertools.product(counted, enumerate(ANCHORS[level])):
+                size = ((x2 - x1) * SIDE, (y2 - y1) * SIDE)
+                if max(max(a / b, b / a) for a, b in zip(size, sides, strict=True)) >= 4:
+                    continue
+                x, y = (x1 + x2) / 2 * SIDE / stride, (y1 + y2) / 2 * SIDE / stride
+                wanted = torch.tensor([x * stride, y * stride, *size])
+                for column, line in yolov5_cells(x, y, cells):
+                    t = 2 * boxes[image, 4 * place : 4 * place + 4, line, column].sigmoid()
+                    centre = ((t[0] - 0.5 + column) * stride, (t[1] - 0.5 + line) * stride)
+                    overlap = complete_overlap((*centre, t[2] ** 2 * sides[0], t[3] ** 2 * sides[1]), wanted)
+                    of_boxes.append(1 - overlap)
+                    targets.setdefault((image, place, line, column), []).append(overlap.item())
+                    for number in range(classes):
+                        logit = scores[image, classes * place + number, line, column]
+                        of_classes.append(F.softplus(-logit if number == kind else logit))
+        shared.append(sum(len(values) - 1 for values in targets.values()))
+        target = torch.zeros_like(objectness)
+        for key, values in targets.items():
+            target[key] = max(0.0, *values)
+        entropy = F.binary_cross_entropy_with_logits(objectness, target)
+        of_objects = of_objects + (4.0, 1.0, 0.4)[level] * entropy * (SIDE / 640) ** 2
+        mean = 0.05 * torch.stack(of_boxes).mean()
+        means.append(mean + (0.5 * classes / 80 * torch.stack(of_classes).mean() if classes > 1 else 0.0))
+    return torch.stack([of_objects, *means]), shared
+
+
+@pytest.mark.parametrize("classes", [CLASSES, 1])
+def test_yolov5_is_its_published_formulas(classes: int) -> None:
+    own_labels = labels().reshape(IMAGES, -1, 6)
+    # a second object in the cells of another, and one in the corner of the image, which has no cells beyond it
+    own_labels = torch.cat([own_labels, torch.full((IMAGES, 2, 6), -1.0)], 1)
+    own_labels[1, -2, :5] = own_labels[1, 0, :5] + torch.tensor([0, -0.01, -0.02, 0.02, 0.03])
+    own_labels[1, -1, :5] = torch.tensor([1.0, 0.0, 0.0, 0.09, 0.08])
+    own_labels[1, -2:, 5] = 0
+    own_labels[..., 0] = own_labels[..., 0].clamp(max=classes - 1)
+    outputs = []
+    for place, value in enumerate(raw_outputs("yolov5")):
+        is_scores = place % 3 == 2
+        outputs.append(value[:, : classes * 3].detach().requires_grad_() if is_scores else value)
+    total, divisor = computed("yolov5", outputs, own_labels.flatten(1))
+    wanted, shared = yolov5_terms(outputs, own_labels)
+    assert min(shared) > 0, "no cell and anchor has two objects, so nothing is compared"
+    torch.testing.assert_close(total / divisor, wanted, rtol=1e-5, atol=0)
+    gradients = torch.autograd.grad((total / divisor).sum(), outputs, allow_unused=True)
+    expected = torch.autograd.grad(wanted.sum(), outputs, allow_unused=True)
+    for own, other in zip(gradients, expected, strict=True):
+        assert (own is None) == (other is None)
+        if own is not None and other is not None:
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-8)
+
+
+def test_the_host_counts_the_matches_of_yolov5_without_outputs() -> None:
+    own_labels = labels()
+    _, divisor = computed("yolov5", raw_outputs("yolov5"), own_labels)
+    counted = count_matches(own_labels, IMAGES, config("yolov5"), (SIDE, SIDE))
+    assert counted.tolist() == divisor.tolist()
+    assert min(counted.tolist()) > 0
+    assert count_matches(torch.zeros(2, 0), 2, config("yolov5"), (SIDE, SIDE)).tolist() == [2, 0, 0, 0]
+    with pytest.raises(ConfigError, match=r"loss 'yolov5' reads boxes of images; .* data\.image"):
+        count_matches(own_labels, IMAGES, config("yolov5"), None)
+
+
+@pytest.mark.parametrize("rows", [range(IMAGES), [2]], ids=["all images", "background"])
+def test_an_evaluation_divides_each_term_of_yolov5_by_its_own_targets(rows: Sequence[int]) -> None:
+    """A level without a match, as all are of background, has no term, and the loss is a number all the same."""
+    outputs, own_labels = raw_outputs("yolov5"), labels()
+    names = [f"raw {place}" for place in range(len(outputs))]
+    each = [config("yolov5", output=tuple(names), weight=0.5), config("yolov5", output=tuple(names))]
+    measured = EvaluationMetrics(Losses(each, names), device=torch.device("cpu"))
+    for row in rows:
+        own = slice(row, row + 1)
+        measured.update([value[own] for value in outputs], [own_labels[own]] * 2, 1)
+    chosen = list(rows)
+    total, divisor = computed("yolov5", [value[chosen] for value in outputs], own_labels[chosen])
+    mean = (total / divisor.clamp(min=1)).sum()
+    assert measured.of_totals(measured.totals())["loss"] == pytest.approx(1.5 * mean.item(), rel=1e-5)
+
+
+def test_the_rehearsal_refuses_strides_that_are_not_those_of_the_outputs() -> None:
+    outputs, own_labels = raw_outputs("yolov5"), labels()
+    names = [f"raw {place}" for place in range(len(outputs))]
+    counted = tuple(count_matches(own_labels, IMAGES, config("yolov5"), (SIDE, SIDE)).double().tolist())
+    batch = Batch((), (own_labels,), IMAGES, counted)
+    problems = []
+    for strides in (STRIDES, (4.0, 8.0, 16.0)):
+        losses = Losses([config("yolov5", output=tuple(names), strides=strides)], names)
+        graph: Any = SimpleNamespace(losses=losses, outputs=lambda _: outputs)
+        findings = Findings()
+        check_counts(graph, batch, findings)
+        problems.append([problem for error in findings.errors for problem in error.problems])
+    assert problems[0] == []
+    assert "correct loss.strides, loss.output or data.image.size" in problems[1][0]
+
+
+def test_the_balance_of_the_objectness_is_that_of_the_stride() -> None:
+    assert balance([8, 16, 32]) == [4.0, 1.0, 0.4]
+    assert balance([32, 16, 8]) == [0.4, 1.0, 4.0]
+    assert balance([8, 16, 32, 64]) == [4.0, 1.0, 0.25, 0.06]
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -31,7 +31,7 @@ def test_the_family_its_strides_and_its_anchors_are_those_of_the_file(family: st
     assert head.loss.strides == (STRIDES[:1] if family == "centernet" else STRIDES)
     assert head.num_classes == CLASSES
     assert len(head.loss.outputs) == len(head.loss.strides) * len(HEADS[family])
-    if family in ("retinanet", "ssd"):
+    if family in ("yolov5", "retinanet", "ssd"):
         np.testing.assert_allclose(head.loss.anchors, ANCHORS, rtol=1e-4)
 
 

@@ -79,18 +79,20 @@ def losses(
     yield from cache_problems(teacher, data)
     if teacher.path and export.training:
         yield "export.training writes graphs without the teacher, which would train for labels alone; set it to false"
-    if teacher.path and parallel.is_adasum:
-        yield (
-            f"parallel.reduction {parallel.reduction!r} weighs hosts by the targets of one loss, and a teacher adds "
-            "one; use 'sum'"
-        )
-    if len(losses) < 2:
+    yield from _adasum_problems(losses, teacher, parallel)
+
+
+def _adasum_problems(losses: Sequence[LossConfig], teacher: TeacherConfig, parallel: ParallelConfig) -> Iterable[str]:
+    """Yield why Adasum cannot weigh hosts by the number of targets, of which it takes one."""
+    if not parallel.is_adasum:
         return
-    if parallel.is_adasum:
-        yield (
-            f"parallel.reduction {parallel.reduction!r} weighs hosts by the targets of one loss, but there are "
-            f"{len(losses)} [[loss]]; use 'sum'"
-        )
+    start = f"parallel.reduction {parallel.reduction!r} weighs hosts by the targets of one loss,"
+    if teacher.path:
+        yield f"{start} and a teacher adds one; use 'sum'"
+    if len(losses) > 1:
+        yield f"{start} but there are {len(losses)} [[loss]]; use 'sum'"
+    elif any(each.rule.by_level for each in losses):
+        yield f"{start} but {losses[0].name!r} counts images and the matches of each level; use 'sum'"
 
 
 def metrics(

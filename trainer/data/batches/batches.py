@@ -37,7 +37,7 @@ from onward.trainer.data.schema.batch_transforms import Samples
 from onward.trainer.data.schema.columns import Array, Schema, Values
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.signature import Signature
-from onward.trainer.data.schema.target_counts import NO_LABELS, counted_targets, label_range, labels_of, target_counter
+from onward.trainer.data.schema.target_counts import NO_LABELS, batch_counter, counted_targets, label_range, labels_of
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.surgery.stochastic_depth import NOISE
@@ -59,7 +59,7 @@ class Batch:
     size: int
     """B."""
     num_targets: tuple[float, ...]
-    """For each loss the targets that enter it, counted on the host; 0 for a padding micro-batch."""
+    """For each term of each loss the targets that enter it, counted on the host; 0 for a padding micro-batch."""
     label_ranges: tuple[tuple[int, int], ...] = (NO_LABELS,)
     """For each loss the least and the greatest class among the labels of a cross-entropy, found on the host."""
     rows: Array = field(default_factory=lambda: np.empty(0, np.int64))
@@ -278,7 +278,6 @@ class _Collate:
     def __init__(self, shards: Rows, config: RunConfig, signature: Signature, device: torch.device) -> None:
         self._shards = shards
         self._losses = config.losses
-        self._counters = [target_counter(loss) for loss in config.losses]
         self._soft_losses = config.soft_losses
         self._others = (*[NOISE] * signature.draws, *shards.soft_labels)
         self._input_names = [info.name for info in signature.inputs]
@@ -298,6 +297,8 @@ class _Collate:
             )
         self._num_inputs = len(signature.inputs)
         inputs = self._feeds[: self._num_inputs]
+        image = next((feed.image.size for feed in inputs if feed.image), None)
+        self._count_targets = batch_counter(config.losses, image)
         read = [name for feed in inputs for name in feed.columns]
         self.varying = [name for name in read if shards.columns[name].variable]
         """The columns of inputs whose rows have lengths of their own."""
@@ -361,10 +362,9 @@ class _Collate:
         inputs = dict(zip(self._input_names, tensors, strict=True))
         counted = [counted_targets(soft, self._losses, labels, inputs.get(soft.mask)) for soft in self._soft_losses]
         # targets are counted here and not on the device, where reading a count would wait for all computed before
-        counts = [0.0] * (len(labels) + len(counted))
+        counts = [0.0] * (sum(loss.num_terms for loss in self._losses) + len(counted))
         if not is_padding:
-            counters = zip(self._counters, labels, strict=True)
-            counts = [float(counter(label, len(rows))) for counter, label in counters]
+            counts = self._count_targets(labels, len(rows))
             counts += [float(len(rows) if mask is None else mask.sum()) for mask in counted]
         # noise keys and a teacher's outputs stand behind the inputs, as the training graph has them
         others = [torch.from_numpy(np.asarray(columns[name])) for name in self._others]

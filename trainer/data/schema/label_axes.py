@@ -123,7 +123,7 @@ def check_axes(
     if loss.is_own or loss.rule.by_graph:
         return
     output = outputs[0]
-    if loss.rule.own_divisor:
+    if loss.rule.has_grid:
         return  # the family of the detector reads its outputs level by level (model/losses/dense_heads/head.py)
     if loss.rule.labels == "objects":
         _check_sets(loss, outputs, names)

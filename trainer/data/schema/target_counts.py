@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.data.schema.anchor_matches import Cells, count_matches
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.allowed_code import load_function
@@ -21,7 +22,7 @@ NO_LABELS = (0, 0)
 NO_OBJECT_WEIGHT = 0.1
 """Of the class "no object" in set_classes with softmax, as in DETR."""
 TargetCounter = Callable[[Tensor | None, int], float | Tensor]
-"""(labels [B, ...], B) -> the number of targets that enter the loss of B samples."""
+"""(labels [B, ...], B) -> the number of targets that enter the loss of B samples; of several terms a vector."""
 
 
 def labels_of(losses: Sequence[LossConfig], fed: Iterator[Tensor]) -> list[Tensor | None]:
@@ -59,11 +60,14 @@ def counted_targets(
     return torch.ones_like(own, dtype=torch.bool) if soft.unlabelled else own != losses[soft.labels_of].ignored
 
 
-def target_counter(loss: LossConfig) -> TargetCounter:
+def target_counter(loss: LossConfig, image: Cells | None = None) -> TargetCounter:
     """Return what counts the targets of a loss: `count_targets`, or the user's function that `loss.count` names.
 
-    Raises ConfigError if the file has no such function; so does the counter for what is no number of targets.
+    image: height and width of the model's input, on which the counts of a loss of several terms depend. Raises
+    ConfigError if the file has no such function; so does the counter for what is no number of targets.
     """
+    if loss.rule.by_level:
+        return functools.partial(count_matches, loss=loss, image=image)
     if not loss.count:
         return functools.partial(count_targets, loss=loss)
     path = Path(loss.named.location)
@@ -91,6 +95,27 @@ def target_counter(loss: LossConfig) -> TargetCounter:
     return count
 
 
+def batch_counter(
+    losses: Sequence[LossConfig], image: Cells | None
+) -> Callable[[Sequence[Tensor | None], int], list[float]]:
+    """Return what counts the targets of each term of all losses: (labels of each loss, B) -> numbers. image: see
+    `target_counter`, whose errors it raises."""
+    counters = [target_counter(loss, image) for loss in losses]
+
+    def count(labels: Sequence[Tensor | None], size: int) -> list[float]:
+        numbers: list[float] = []
+        for counter, own in zip(counters, labels, strict=True):
+            numbers += numbers_of(counter(own, size))
+        return numbers
+
+    return count
+
+
+def numbers_of(count: float | Tensor) -> list[float]:
+    """Return the numbers of targets of each term of a loss, from what `target_counter` has counted."""
+    return count.double().flatten().tolist() if isinstance(count, Tensor) else [float(count)]
+
+
 def count_targets(labels: Tensor | None, size: int, loss: LossConfig) -> float | Tensor:
     """Return the number of targets that enter the loss of `size` samples; with class weights, the sum of theirs.
 
@@ -98,8 +123,10 @@ def count_targets(labels: Tensor | None, size: int, loss: LossConfig) -> float |
     the caller.
     """
     rule = loss.rule
+    if labels is None or not loss.takes_labels:
+        return size
     # of a loss that counts its own divisor this only says that there is something to train on
-    if labels is None or not loss.takes_labels or rule.by_sample or rule.own_divisor:
+    if rule.by_sample or rule.own_divisor:
         return size
     if rule.labels == "boxes":
         return labels.numel() // 4

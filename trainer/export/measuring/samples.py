@@ -25,6 +25,7 @@ from onward.trainer.config.sections.metrics import tasks_of
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.images.image_inputs import ImageInput
 from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.schema.target_counts import numbers_of
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.metrics.measured import Measured
@@ -115,10 +116,16 @@ class WorstSamples:
         """Return the loss of one row, the mean over its targets; NaN if it has none."""
         # as the loss of a batch of one row, so that it is the same formula
         sums = self._losses(outputs, labels, 1)
-        counts = [float(loss.divisor(own, 1)) for loss, own in zip(self._losses.each, labels, strict=False)]
-        if self._losses.counts_itself:
-            counts = [max(counts[0], 1.0)]
-        if not counts or not all(counts):
+        counts = []
+        for loss, own in zip(self._losses.each, labels, strict=False):
+            numbers = numbers_of(loss.divisor(own, 1))
+            if self._losses.counts_itself:
+                numbers = [max(numbers[0], 1.0)]
+            if not any(numbers):
+                return math.nan
+            # of several terms one without a target is 0, as is its sum
+            counts += [number or 1.0 for number in numbers]
+        if not counts:
             return math.nan
         means = [total / count for total, count in zip(sums, counts, strict=False)]
         return float(self._losses.weighted(means))

@@ -6,6 +6,9 @@ smaller. This is why two replicas equal one replica with twice the batch.
 
     loss of a step  =  sum over [[loss]] i of  weight_i x (sum over targets of loss i) / (targets of loss i)
 
+A loss may have several terms, each with its own number of targets (yolov5: one for the images, and one for each level
+of a grid). Each term is then an entry of this sum, with the weight of its loss.
+
 With a teacher its losses are further terms of this sum, behind the others (teacher_loss.py).
 """
 
@@ -69,22 +72,25 @@ class Losses:
         """Those against the teacher."""
         self.titles = titles(losses, output_names)
         """What the metrics of each loss against labels are named after."""
-        self._weights = [config.weight for config in losses] + [config.weight for config in soft]
+        self._weights = [config.weight for config in losses for _ in range(config.num_terms)]
+        self._weights += [config.weight for config in soft]
 
     def __len__(self) -> int:
-        return len(self.each) + len(self.soft)
+        """Return the number of terms of all losses."""
+        return len(self._weights)
 
     def __call__(
         self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int
     ) -> tuple[Tensor, ...]:
-        """Return each loss summed over its targets: scalars, differentiable. size: 0 for a padding micro-batch."""
+        """Return each term of each loss summed over its targets: scalars, differentiable. size: 0 for a padding
+        micro-batch."""
         # the labels of the losses against the teacher are behind those of the others
         soft = zip(self.soft, labels[len(self.each) :], strict=True)
         hard = zip(self.each, labels[: len(self.each)], strict=True)
-        return (
-            *(loss(outputs, own, size) for loss, own in hard),
-            *(loss(outputs, own, size) for loss, own in soft),
-        )
+        terms: list[Tensor] = []
+        for loss, own in hard:
+            terms += loss.terms(outputs, own, size)
+        return (*terms, *(against_teacher(outputs, own, size) for against_teacher, own in soft))
 
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
         """Raise DataError for labels that are no classes, see `Loss.check_labels`."""
@@ -92,7 +98,7 @@ class Losses:
             loss.check_labels(batch, outputs, place)
 
     def weighted(self, values: Sequence[Tensor], scale: float | Sequence[Tensor] = 1.0) -> Tensor:
-        """Return the sum of values x weight x scale, a scalar. values, scale: one for each loss, or the first ones."""
+        """Return the sum of values x weight x scale, a scalar. values, scale: one for each term, or the first ones."""
         scales: Sequence[float | Tensor] = [scale] * len(values) if isinstance(scale, float) else scale
         total = values[0] * (scales[0] * self._weights[0])
         for value, own, weight in zip(values[1:], scales[1:], self._weights[1 : len(values)], strict=True):
@@ -107,7 +113,7 @@ class Losses:
     @property
     def own_divisor(self) -> Tensor | None:
         """What the sum of the last call is divided by, of a run whose loss counts that itself; else None."""
-        return self.each[0].own_divisor if self.each else None
+        return self.each[0].own_divisor if self.counts_itself else None
 
 
 class Loss:
@@ -146,10 +152,16 @@ class Loss:
         self._cross_entropy = chunked_loss.compiled_cross_entropy if compiled else chunked_loss.cross_entropy
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
         self.own_divisor: Tensor | None = None
-        """Of a loss with `own_divisor` in its rule: that of the last call, a scalar; 0 of a padding micro-batch."""
+        """Of a loss with a grid: that of the last call, of the shape of the loss; 0 of a padding micro-batch."""
+
+    def terms(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> tuple[Tensor, ...]:
+        """Return each term of the loss summed over its targets: scalars, differentiable. size: 0 for padding."""
+        value = self(outputs, labels, size)
+        return value.unbind() if self.config.num_terms > 1 else (value,)
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> Tensor:
-        """Return the loss summed over the targets that count: a scalar, differentiable. size: 0 for padding."""
+        """Return the loss summed over the targets that count: a scalar, differentiable; of a loss of several terms a
+        vector of them. size: 0 for padding."""
         config = self.config
         self._check_axes(outputs, labels, size)
         if config.is_plain and labels is not None:
@@ -189,7 +201,7 @@ class Loss:
         return self._formula(inputs)
 
     def _formula_of(self, config: LossConfig) -> Formula:
-        if config.rule.own_divisor:
+        if config.rule.has_grid:
             return self._dense
         return load_loss(config.file) if config.is_own else FORMULAS[config.name]
 

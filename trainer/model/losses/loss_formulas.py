@@ -274,6 +274,7 @@ def dense(x: LossInputs) -> DividedLoss:
     # a head without an object is no part of the loss, and its gradient must exist
     nothing = 0.0 * sum((output.sum() for output in x.outputs), start=x.output.new_zeros(()))
     if not x.size or x.given is None:
+        nothing = nothing.expand(x.loss.num_terms) if x.loss.num_terms > 1 else nothing
         return DividedLoss(nothing, nothing.detach())
     total, divisor = dense_loss(x.outputs, x.given, x.loss)
     return DividedLoss(total + nothing, divisor)

@@ -138,9 +138,10 @@ class EvaluationMetrics:
         self.confusion = {title: own.table for title, own in zip(titles, self._each, strict=True) if own.table}
         if len(each) < 2:
             return each[0] if each else {}
-        loss = self.losses.weighted([torch.tensor(found["loss"], dtype=torch.float64) for found in each])
+        pairs = zip(self.losses.each, each, strict=True)
+        loss = sum((own.config.weight * found["loss"] for own, found in pairs), start=0.0)
         titled = zip(titles, each, strict=True)
-        return {"loss": float(loss)} | {f"{title}/{name}": v for title, own in titled for name, v in own.items()}
+        return {"loss": loss} | {f"{title}/{name}": v for title, own in titled for name, v in own.items()}
 
 
 class _LossMetrics:
@@ -166,8 +167,9 @@ class _LossMetrics:
         self.needs_first_rank = any(measure.on_first_rank for _, measure in self._measures)
         self.table: Counts = []
         """The confusion matrix, once `values` was called."""
-        # the number of targets (or of their weights), and the loss; fp64 counts exactly, and one NaN makes a sum NaN
-        self._totals = torch.zeros(2, dtype=torch.float64, device=device)
+        # of each term the number of targets (or of their weights), and the loss; fp64 counts exactly, and one NaN makes
+        # a sum NaN
+        self._totals = torch.zeros(2, loss.config.num_terms, dtype=torch.float64, device=device)
 
     def update(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None:
         """Add one batch of `size` samples."""
@@ -206,16 +208,17 @@ class _LossMetrics:
 
         on_first_rank: also those that only rank 0 computes, because it has the lists; else NaN.
         """
-        count, loss = next(sums)
+        counts, losses = _split(next(sums), [self._loss.config.num_terms] * 2)
         if self._loss.config.rule.own_divisor:
-            count = max(count, 1.0)
-        results = [loss / count if count else math.nan]
+            counts = [max(counts[0], 1.0)]
+        means = [loss / (count or 1.0) for count, loss in zip(counts, losses, strict=True)]
+        results = [sum(means, start=0.0) if any(counts) else math.nan]
         for task, measure in self._measures:
             size = self.sizes[task]
             # in the order of `sums`, which all ranks have added up
             own_sums = [next(sums) for _ in measure.sums(size)]
             own_lists = [next(lists) for _ in measure.lists()]
-            computed = count and (on_first_rank or not measure.on_first_rank)
+            computed = any(counts) and (on_first_rank or not measure.on_first_rank)
             results.append(measure.value(own_sums, own_lists, size) if computed else math.nan)
         for task, confusion in self._confusions.items():
             self.table = confusion.table(next(sums), self.sizes[task])

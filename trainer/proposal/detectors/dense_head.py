@@ -245,7 +245,7 @@ def _small_code(family: Family) -> tuple[float, float]:
     for code in CODES:
         codes = torch.tensor([0.0, 0.0, code, code]).reshape(1, 1, 4)
         one = torch.ones(1, 2)
-        head = Head(codes, codes, codes[..., 0], one, one[:, 0], one, one[0])
+        head = Head(codes, codes, codes[..., 0], one, one[:, 0], one, one[0], [(1, 1)])
         box = family.decode(head)[0, 0]
         fraction = float(box[2] - box[0])
         if fraction < LARGEST_FRACTION:

@@ -116,7 +116,7 @@ def guarded_run(
         module.zero_grad(set_to_none=True)
         return found
 
-    assigns = any(each.rule.own_divisor for each in [loss.config for loss in graph.losses.each])
+    assigns = any(each.rule.has_grid for each in [loss.config for loss in graph.losses.each])
     proto = file.proto if isinstance(file, ModelFile) else file
     why = why_not_derived(proto, module)
     if graph.module is not module:

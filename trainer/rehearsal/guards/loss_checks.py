@@ -1,4 +1,5 @@
-"""Check what the user's code says of the loss: sums over rows, and values for rows without labels.
+"""Check that targets are counted as the loss is summed, and what the user's code says of it: sums over rows, and values
+for rows without labels.
 
     rows        0   1   2   3
     whole       loss(0 .. 3)
@@ -10,7 +11,7 @@ A batch of rows without labels has labels without values, [B, 0].
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.storage.first_rows import FirstRows
-from onward.trainer.model.losses.loss import Loss, Losses
+from onward.trainer.model.losses.loss import Loss
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.rehearsed_graph import RehearsedGraph
 
@@ -59,12 +60,18 @@ def check_empty_labels(
             )
 
 
-def check_counts(losses: Losses, batch: Batch, findings: Findings) -> None:
-    """Refuse a `loss.count` that is no sum over rows: the loss would depend on how they are divided."""
-    for place, loss in enumerate(losses.each):
+def check_counts(graph: RehearsedGraph, batch: Batch, findings: Findings) -> None:
+    """Refuse a `loss.count` that is no sum over rows: the loss would depend on how they are divided. Refuse raw outputs
+    of a grid whose sizes are not those that the host has counted with."""
+    first = 0
+    for place, loss in enumerate(graph.losses.each):
         labels = batch.labels[place]
+        counts = batch.num_targets[first : first + loss.config.num_terms]
+        first += loss.config.num_terms
+        if loss.config.rule.by_level and not findings.failures:
+            _check_levels(loss, graph.outputs(batch), labels, counts, findings)
         if loss.config.count and labels is not None and batch.size > 1:
-            whole, others = batch.num_targets[place], batch.size - 1
+            whole, others = counts[0], batch.size - 1
             parts = [float(loss.count(labels[:1], 1)), float(loss.count(labels[1:], others))]
             if not math.isclose(whole, sum(parts), rel_tol=1e-6):
                 findings.refuse(
@@ -72,6 +79,21 @@ def check_counts(losses: Losses, batch: Batch, findings: Findings) -> None:
                     f"the first of them and {parts[1]:g} for the other {others}; it must be a sum over rows, as they "
                     "are divided among micro-batches and ranks"
                 )
+
+
+def _check_levels(
+    loss: Loss, outputs: Sequence[Tensor], labels: Tensor | None, counts: Sequence[float], findings: Findings
+) -> None:
+    loss(outputs, labels, int(counts[0]))
+    assert loss.own_divisor is not None
+    if (found := loss.own_divisor.tolist()) != list(counts):
+        sides = [list(outputs[place].shape[2:]) for place in loss.indices]
+        findings.refuse(
+            f"loss {loss.config.name!r} matches {found[1:]} times by level with its raw outputs, but "
+            f"{list(counts[1:])} times with the images: height and width {sides} x loss.strides "
+            f"{list(loss.config.strides)} are to be the size of the images; correct loss.strides, loss.output or "
+            "data.image.size"
+        )
 
 
 def check_sums(graph: RehearsedGraph, batch: Batch, findings: Findings) -> None:

@@ -16,7 +16,10 @@ EPSILON = 1e-7
 
 
 class DividedLoss(NamedTuple):
-    """A sum whose divisor depends on what the model has predicted, or on which anchors meet an object."""
+    """A sum whose divisor depends on what the model has predicted, or on which anchors meet an object.
+
+    Of a loss of several terms (`LossConfig.num_terms`) both are vectors, and the loss of a step adds the terms up.
+    """
 
     total: Tensor
     """A scalar, differentiable."""

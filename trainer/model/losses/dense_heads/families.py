@@ -10,7 +10,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.model.losses.dense_heads import anchor_overlap, centre_sampled, heat_map, simota, task_aligned
+from onward.trainer.model.losses.dense_heads import (
+    anchor_overlap,
+    anchor_ratio,
+    centre_sampled,
+    heat_map,
+    simota,
+    task_aligned,
+)
 from onward.trainer.model.losses.dense_heads.assigned import DividedLoss, overlaps
 from onward.trainer.model.losses.dense_heads.head import Head, Role, check_classes, read_head
 
@@ -52,6 +59,14 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "yolov8": Family(
         task_aligned.ROLES, task_aligned.OFFSET, task_aligned.decode, task_aligned.confidence, task_aligned.loss
+    ),
+    "yolov5": Family(
+        anchor_ratio.ROLES,
+        anchor_ratio.OFFSET,
+        anchor_ratio.decode,
+        anchor_ratio.confidence,
+        anchor_ratio.loss,
+        has_anchors=True,
     ),
     "yolox": Family(simota.ROLES, simota.OFFSET, simota.decode, simota.confidence, simota.loss, may_be_coded=True),
     "fcos": Family(

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED, NO_CLASS
+from onward.trainer.data.schema.anchor_matches import Cells, objects_of
+from onward.trainer.data.schema.box_cells import BOX_NUMBERS
 from onward.trainer.errors import ConfigError, DataError
 
 Role = Literal["boxes", "objectness", "scores", "sizes"]
@@ -47,17 +48,12 @@ class Head:
     """Width and height of the anchor box [P, 2]; the sides of the cell where there are no anchors."""
     size: Tensor
     """Width and height of the model's input [2]."""
+    levels: Sequence[Cells]
+    """Height and width of each level, in cells."""
 
     def objects(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the objects of labels [B, M x 6]: classes int64 [B, M], corners in pixels [B, M, 4], and which of
-        them are trained on, bool [B, M]; M is at least 1. Raises DataError for a class that the scores do not have.
-        """
-        found = labels.reshape(labels.shape[0], -1, BOX_NUMBERS)
-        if not found.shape[1]:
-            found = torch.full((labels.shape[0], 1, BOX_NUMBERS), NO_CLASS, device=labels.device)
-        is_trained = (found[..., 0] >= 0) & (found[..., 5] == COUNTED)
-        corners = found[..., 1:5].to(self.points.dtype) * self.size.repeat(2)
-        return torch.where(is_trained, found[..., 0], 0.0).long(), corners * is_trained[..., None], is_trained
+        """Return classes, corners in pixels and which objects are trained on, as `objects_of`. labels: [B, M x 6]."""
+        return objects_of(labels, self.size)
 
 
 def read_head(outputs: Sequence[Tensor], loss: LossConfig, roles: Mapping[Role, int], *, offset: float) -> Head:
@@ -68,7 +64,7 @@ def read_head(outputs: Sequence[Tensor], loss: LossConfig, roles: Mapping[Role, 
     """
     per_level = _tensors_of_a_level(outputs, loss, len(roles))
     tables: list[list[Tensor]] = []
-    points, strides, anchors = [], [], []
+    points, strides, anchors, levels = [], [], [], list[Cells]()
     for level, stride in enumerate(loss.strides):
         raw = [outputs[level * per_level + place].float() for place in range(per_level)]
         height, width = raw[0].shape[2:]
@@ -79,6 +75,7 @@ def read_head(outputs: Sequence[Tensor], loss: LossConfig, roles: Mapping[Role, 
         points.append(own_points)
         anchors.append(own_anchors)
         strides.append(own_points.new_full((len(own_points),), stride))
+        levels.append((height, width))
     # the first level is that of the most cells, whose rounding to whole cells is the least
     height, width = outputs[0].shape[2:]
     size = outputs[0].new_tensor([width * loss.strides[0], height * loss.strides[0]], dtype=torch.float32)
@@ -88,7 +85,7 @@ def read_head(outputs: Sequence[Tensor], loss: LossConfig, roles: Mapping[Role, 
     objectness = columns["objectness"][..., 0] if "objectness" in columns else None
     codes = torch.cat([columns[role] for role in ("boxes", "sizes") if role in columns], -1)
     grid = torch.cat(points), torch.cat(strides), torch.cat(anchors)
-    return Head(codes, columns["scores"], objectness, *grid, size)
+    return Head(codes, columns["scores"], objectness, *grid, size, levels)
 
 
 def _tensors_of_a_level(outputs: Sequence[Tensor], loss: LossConfig, num_roles: int) -> int:

@@ -87,7 +87,7 @@ def _rows(raw: list[list[Tensor]], kind: int) -> Tensor:
 def _by_anchor(raw: list[list[Tensor]], kind: int, per_cell: int = 3) -> Tensor:
     found = []
     for level in raw:
-        batch, channels, height, width = level[kind].shape
+        _, channels, height, width = level[kind].shape
         table = level[kind].reshape(-1, per_cell, channels // per_cell, int(height), int(width))
         found.append(table.permute(0, 3, 4, 1, 2).reshape(-1, int(height * width) * per_cell, channels // per_cell))
     return torch.cat(found, 1)
@@ -214,12 +214,10 @@ def with_selection(model: onnx.ModelProto) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     graph = copy.graph
-    limits = {"most": (TensorProto.INT64, [50]), "overlap": (TensorProto.FLOAT, [0.5]), "least": (TensorProto.FLOAT, [0.05])}
-    for name, (kind, values) in limits.items():
-        graph.initializer.append(helper.make_tensor(name, kind, [1], values))
-    graph.initializer.append(helper.make_tensor("third", TensorProto.INT64, [1], [2]))
-    graph.initializer.append(helper.make_tensor("row", TensorProto.INT64, [1], [-1]))
-    graph.initializer.append(helper.make_tensor("zero", TensorProto.INT64, [1], [0]))
+    for name, value in {"most": 50, "third": 2, "row": -1, "zero": 0}.items():
+        graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [1], [value]))
+    for name, share in {"overlap": 0.5, "least": 0.05}.items():
+        graph.initializer.append(helper.make_tensor(name, TensorProto.FLOAT, [1], [share]))
     graph.node.extend(
         [
             helper.make_node("Transpose", ["scores"], ["by_class"], perm=[0, 2, 1]),

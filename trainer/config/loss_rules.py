@@ -7,7 +7,7 @@ This table imports no torch, because a configuration is checked before anything 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from onward.trainer.config.metric_names import Task
@@ -63,6 +63,11 @@ class LossRule:
     """Whether tensor parallelism computes it from logits of which each rank has some classes."""
     own_divisor: bool = False
     """Whether the loss counts by what its sum is divided, which depends on outputs. It is the only loss of a run."""
+    roles: Mapping[str, int] = field(default_factory=dict)
+    """Of a detector with a grid: what the raw outputs of a level are, in order -> channels for each anchor, 0 = all
+    others."""
+    background: int = 0
+    """Scores in front of those of the classes."""
     by_level: bool = False
     """Whether the loss is a vector: a term of the images, and one for each level of a grid, each with its own number of
     targets (data/schema/anchor_matches.py)."""
@@ -83,7 +88,12 @@ class LossRule:
     @property
     def has_grid(self) -> bool:
         """Whether a detector predicts boxes at every cell of a grid (model/losses/dense_heads/)."""
-        return "strides" in self.takes
+        return bool(self.roles)
+
+    @property
+    def has_anchors(self) -> bool:
+        """Whether a cell has several predictions, of an anchor box each."""
+        return "anchors" in self.takes
 
     @property
     def needs_two_scores(self) -> bool:
@@ -99,10 +109,14 @@ STANDARDISED = ("standardise_label", "output_units")
 SOFTMAX = ("softmax", "log_of_softmax")
 SIGMOID = ("sigmoid",)
 ERRORS = ("mae", "mse")
+DISTANCE_BINS = 16
+"""Values of each distance, as in YOLOv8 to YOLO11."""
+WITH_OBJECTNESS = {"boxes": 4, "objectness": 1, "scores": 0}
+PLAIN = {"boxes": 4, "scores": 0}
 MATCHED = "ONNX has no operator that assigns boxes to outputs"
 
 
-def _dense(*takes: str, by_level: bool = False) -> LossRule:
+def _dense(roles: Mapping[str, int], *takes: str, by_level: bool = False, background: int = 0) -> LossRule:
     """Return the rule of a detector with a grid."""
     return LossRule(
         "objects",
@@ -111,7 +125,9 @@ def _dense(*takes: str, by_level: bool = False) -> LossRule:
         metrics=("map", "map_50"),
         num_outputs=0,
         own_divisor=not by_level,
+        roles=roles,
         by_level=by_level,
+        background=background,
         no_onnx=MATCHED,
     )
 
@@ -173,13 +189,13 @@ LOSS_RULES: Mapping[LossName, LossRule] = {
     ),
     "set_l1": LossRule("objects", takes=("scores",), num_outputs=2, no_onnx=MATCHED),
     "set_giou": LossRule("objects", takes=("scores",), num_outputs=2, no_onnx=MATCHED),
-    "yolov5": _dense("anchors", by_level=True),
-    "yolov8": _dense(),
-    "yolox": _dense(),
-    "fcos": _dense("alpha", "gamma"),
-    "retinanet": _dense("anchors", "alpha", "gamma"),
-    "ssd": _dense("anchors"),
-    "centernet": _dense(),
+    "yolov5": _dense(WITH_OBJECTNESS, "anchors", by_level=True),
+    "yolov8": _dense({"boxes": 4 * DISTANCE_BINS, "scores": 0}),
+    "yolox": _dense(WITH_OBJECTNESS),
+    "fcos": _dense(WITH_OBJECTNESS, "alpha", "gamma"),
+    "retinanet": _dense(PLAIN, "anchors", "alpha", "gamma"),
+    "ssd": _dense(PLAIN, "anchors", background=1),
+    "centernet": _dense({"scores": 0, "sizes": 2, "boxes": 2}),
     "file": LossRule("own", takes=("file", "label_type", "count"), by_sample=True),
     "teacher": LossRule("none"),
 }

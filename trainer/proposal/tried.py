@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onward.trainer.config.loading import load_config
+from onward.trainer.config.loss_rules import DENSE_LOSSES
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.errors import ConfigError
 from onward.trainer.proposal.draft import Draft
@@ -17,7 +18,12 @@ def propose_tried(draft: Draft) -> bool | None:
     Return whether one is better than chance, None if nothing can be tried.
     """
     # one step, because a configuration is complete only with a length of training, and none is proposed yet
-    config = completed(load_config({**draft.settings(), "train": {"num_steps": 1}}))
+    settings = draft.settings()
+    if (
+        draft.value("loss.name") in DENSE_LOSSES
+    ):  # objects are found whatever their class, so the file is tried as it is
+        settings["model"].pop("num_classes", None)
+    config = completed(load_config({**settings, "train": {"num_steps": 1}}))
     if len(config.losses) != 1 or config.losses[0].name not in MEASURED or config.model.num_classes:
         return None
     try:
@@ -29,10 +35,11 @@ def propose_tried(draft: Draft) -> bool | None:
     number = len(tried.trials)
     value = f"{tried.measure} {best.accuracy:.3f} on {best.rows} rows before any training"
     if not tried.better_than_chance and not tried.other_order:
+        named = "better than always naming the"
         least = {
-            "accuracy": f"better than always naming the most frequent class of these labels (accuracy {tried.chance:.3f})",
-            "r2": "better than always naming the mean of these labels (r2 0.000)",
-            "recall": f"find objects (recall {best.accuracy:.3f})",
+            "accuracy": f"{named} most frequent class of these labels (accuracy {tried.chance:.3f})",
+            "r2": f"{named} mean of these labels (r2 0.000)",
+            "precision": f"find objects (precision {best.accuracy:.3f} of the best box of each image)",
         }[tried.measure]
         draft.notes.append(
             f"no preprocessing that was tried ({number}) makes the file {least}; the proposed one is a default, and "

@@ -38,7 +38,8 @@ def test_the_family_its_strides_and_its_anchors_are_those_of_the_file(family: st
 @pytest.mark.parametrize("family", ["retinanet", "fcos"])
 def test_it_is_recognised_through_a_choice_among_its_boxes(family: str) -> None:
     whole, chosen = (recognised(model) for model in (detector_file(family), with_selection(detector_file(family))))
-    assert whole and chosen
+    assert whole
+    assert chosen
     assert (chosen.loss.name, chosen.loss.outputs) == (whole.loss.name, whole.loss.outputs)
     if family == "retinanet":
         np.testing.assert_allclose(chosen.loss.anchors, ANCHORS, rtol=1e-3)
@@ -77,4 +78,6 @@ def test_init_proposes_the_loss_with_reasons(tmp_path: Path) -> None:
     (loss,) = load_config(tmp_path / "new.toml").losses
     assert loss.name == "retinanet"
     assert loss.strides == STRIDES
-    assert "# fed with random raw outputs, the file computes the boxes of retinanet" in (tmp_path / "new.toml").read_text()
+    assert (
+        "# fed with random raw outputs, the file computes the boxes of retinanet" in (tmp_path / "new.toml").read_text()
+    )

@@ -17,11 +17,13 @@ from fnmatch import fnmatchcase
 
 import onnx
 
+from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.files.index import UNTIED, Index, did_you_mean, known_types, nodes_between
 from onward.trainer.onnx_graph.outputs import is_numeric, unreadable_output, with_log_probabilities
 from onward.trainer.onnx_graph.shared_parameters import Use, parameters_read
+from onward.trainer.onnx_graph.surgery.new_detector_head import replace_detector_head
 from onward.trainer.onnx_graph.surgery.new_head import replace_head
 from onward.trainer.onnx_graph.surgery.row_layout import layout_problems
 
@@ -38,7 +40,8 @@ def apply_surgery(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> 
     problems += _untie(model.graph, config.untie)
     # in a graph with other problems the head would only give further ones
     if config.num_classes and not problems:
-        problems += replace_head(model, config, seed=seed)
+        replace = replace_detector_head if LOSS_RULES[config.loss].has_grid else replace_head
+        problems += replace(model, config, seed=seed)
     if problems:
         raise ConfigError(problems)
 

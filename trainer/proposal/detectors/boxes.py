@@ -8,7 +8,7 @@ a detector with a grid, recognised by its decoding             the loss of its f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -26,6 +26,13 @@ from onward.trainer.proposal.inputs import num_axes, shown
 from onward.trainer.proposal.source_summary import Facts
 from onward.trainer.proposal.targets import Target
 
+SHARES = {"resize": "pad", "mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}
+PIXELS: Mapping[str, Mapping[str, object]] = {
+    "yolov5": SHARES,
+    "yolov8": SHARES,
+    "yolox": {**SHARES, "scale": 1.0, "color": "bgr"},
+}
+"""Family -> the preprocessing of its own training, which is proposed unless a trial finds another one."""
 WEIGHTS = {"set_classes": 1.0, "set_l1": 5.0, "set_giou": 2.0}
 """Of the losses, as in DETR."""
 
@@ -83,10 +90,13 @@ def _propose_dense(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Se
     if head.loss.anchors:
         anchors = [[list(sides) for sides in level] for level in head.loss.anchors]
         draft.set("loss.anchors", anchors, "read from the boxes that the file computes")
+    for key, value in PIXELS.get(head.loss.name, {}).items():
+        draft.set(f"data.image.{key}", value, f"as {head.loss.name} is trained")
     draft.set("metrics", ["map", "map_50"], "")
     names = _class_names(facts)
-    if names and len(names) > head.num_classes:
-        draft.notes.append(_too_few_scores(head.num_classes, names))
+    if names and len(names) != head.num_classes:
+        reason = f"the file has {head.num_classes} classes, the data others: the layers of its scores begin anew"
+        draft.set("model.num_classes", len(names), reason)
 
 
 def _class_names(facts: Facts) -> set[str]:

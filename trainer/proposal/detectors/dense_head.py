@@ -75,7 +75,7 @@ def _orders(levels: Sequence[Level], family: Family) -> Iterator[tuple[int, ...]
     if number == 1:
         # one tensor with the channels of all roles
         yield (0,)
-    if number == 1 or number != len(family.roles):
+    if number == 1 or number != len(family.rule.roles):
         return
     for order in itertools.permutations(range(number)):
         if all(_fits([level.channels[place] for place in order], family) for level in levels):
@@ -83,21 +83,23 @@ def _orders(levels: Sequence[Level], family: Family) -> Iterator[tuple[int, ...]
 
 
 def _fits(channels: Sequence[int], family: Family) -> bool:
-    fixed = {own // wanted for own, wanted in zip(channels, family.roles.values(), strict=True) if wanted}
-    whole = all(own % wanted == 0 for own, wanted in zip(channels, family.roles.values(), strict=True) if wanted)
+    fixed = {own // wanted for own, wanted in zip(channels, family.rule.roles.values(), strict=True) if wanted}
+    whole = all(own % wanted == 0 for own, wanted in zip(channels, family.rule.roles.values(), strict=True) if wanted)
     if not whole or len(fixed) != 1:
         return False
     (per_cell,) = fixed
-    scores = channels[list(family.roles).index("scores")]
-    return scores % per_cell == 0 if family.has_anchors else per_cell == 1
+    scores = channels[list(family.rule.roles).index("scores")]
+    if scores // per_cell <= family.rule.background:
+        return False
+    return scores % per_cell == 0 if family.rule.has_anchors else per_cell == 1
 
 
 def _num_classes(level: Level, family: Family, order: Sequence[int], anchors: Anchors) -> int:
     per_cell = len(anchors[0]) if anchors else 1
     if len(order) == 1:
-        return level.channels[0] // per_cell - sum(family.roles.values())
-    scores = level.channels[order[list(family.roles).index("scores")]]
-    return scores // per_cell - family.first_class
+        return level.channels[0] // per_cell - sum(family.rule.roles.values())
+    scores = level.channels[order[list(family.rule.roles).index("scores")]]
+    return scores // per_cell - family.rule.background
 
 
 # -- boxes
@@ -166,11 +168,9 @@ def _are_among(boxes: Array, decoded: Array, size: tuple[int, int]) -> bool:
 # -- anchors
 
 
-def _anchors(
-    raw: RawOutputs, family: Family, order: Sequence[int], strides: Sequence[float]
-) -> Iterator[Anchors]:
+def _anchors(raw: RawOutputs, family: Family, order: Sequence[int], strides: Sequence[float]) -> Iterator[Anchors]:
     """Yield what may be the anchors of the file, of each level; () for a family without any."""
-    if not family.has_anchors:
+    if not family.rule.has_anchors:
         yield ()
         return
     for numbers in _numbers_of_anchors(raw.levels, family, order):
@@ -184,10 +184,10 @@ def _anchors(
 def _numbers_of_anchors(levels: Sequence[Level], family: Family, order: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield how many anchors a cell of each level may have."""
     if len(order) > 1:
-        boxes = order[list(family.roles).index("boxes")]
-        yield tuple(level.channels[boxes] // family.roles["boxes"] for level in levels)
+        boxes = order[list(family.rule.roles).index("boxes")]
+        yield tuple(level.channels[boxes] // family.rule.roles["boxes"] for level in levels)
         return
-    least = sum(family.roles.values()) + 1
+    least = sum(family.rule.roles.values()) + 1
     for number in USUAL_NUMBERS:
         if all(level.channels[0] % number == 0 and level.channels[0] // number >= least for level in levels):
             yield (number,) * len(levels)
@@ -268,20 +268,20 @@ def _filled(
     values = {}
     for place, (level, number) in enumerate(zip(raw.levels, numbers, strict=True)):
         total = sum(level.channels[each] for each in order) // number
-        rest = total - sum(family.roles.values())
+        rest = total - sum(family.rule.roles.values())
         parts = []
-        for role, channels in family.roles.items():
+        for role, channels in family.rule.roles.items():
             made = np.zeros((1, number, channels or rest, level.height, level.width), np.float32)
             if role == "boxes":
                 made[:, :, 2:] = code
             else:
                 made += LEAST
-                if role == "scores" and family.first_class:
+                if role == "scores" and family.rule.background:
                     made[:, :, 0] = GREATEST
                 if found and found[0] == place:
                     cell = made[0, found[1], :, level.height // 2, level.width // 2]
                     cell[:] = LEAST
-                    cell[family.first_class if role == "scores" else 0] = GREATEST
+                    cell[family.rule.background if role == "scores" else 0] = GREATEST
             parts.append(made)
         if len(order) == 1:
             parts = [np.concatenate(parts, 2)]

@@ -1,9 +1,9 @@
 """Find the raw outputs of a detector with a grid: the results of its last convolutions, before boxes are decoded.
 
-    trunk --- Conv [1, 64, 40, 40] --.
-          '-- Conv [1, 20, 40, 40] ---+--- decode, NonMaxSuppression --- boxes, scores        the file
-          '-- Conv [1, 64, 20, 20] ---'
-          '-- Conv [1, 20, 20, 20] --'    |  the end of the file alone, which is run on raw outputs of any values
+trunk --- Conv [1, 64, 40, 40] --.
+      '-- Conv [1, 20, 40, 40] ---+--- decode, NonMaxSuppression --- boxes, scores        the file
+      '-- Conv [1, 64, 20, 20] ---'
+      '-- Conv [1, 20, 20, 20] --'    |  the end of the file alone, which is run on raw outputs of any values
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The preprocessings that published models were trained with, as settings of a configuration.
 
-images   pixels of 0..1 or 0..255; mean and std of ImageNet, 0.5, none; RGB or BGR; centre, whole image, stretched, padded
+images   pixels of 0..1 or 0..255; mean and std of ImageNet, 0.5, none; RGB or BGR; cropped, stretched, padded
 texts    with or without special tokens; lower-case, where only the vocabulary is
 tables   as they are, standardised, or scaled to 0..1
 """

@@ -14,6 +14,7 @@ them. So the settings of the best trial are lines of a configuration.
 from __future__ import annotations
 
 import math
+import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,8 +60,10 @@ MEASURED = tuple(name for name, rule in LOSS_RULES.items() if rule.metrics)
 """The losses whose outputs are compared with labels one by one."""
 MANY_CLASSES = 1000
 """With more classes in the data their order is not examined."""
-MOST_BOXES, LEAST_OVERLAP = 20, 0.5
-"""Boxes of an image, the best ones, among which each of its objects is looked for, and the overlap that finds it."""
+LEAST_OVERLAP = 0.5
+"""Of a box with the object that it finds."""
+LEAST_PRECISION = 0.25
+"""The share of images in which the best box of a file is an object, if the file was trained on such objects."""
 SURE = 3.0
 """Standard errors by which an accuracy must be above another one to count as better."""
 
@@ -213,9 +216,9 @@ class _Experiment:
         return 1 - float(np.square(labels - predicted).sum()) / variance if variance else math.nan
 
     @property
-    def _measure(self) -> Literal["accuracy", "recall", "r2"]:
+    def _measure(self) -> Literal["accuracy", "precision", "r2"]:
         if self._loss.config.rule.labels == "objects":
-            return "recall"
+            return "precision"
         return "accuracy" if "accuracy" in self._loss.config.rule.metrics else "r2"
 
     @property
@@ -249,7 +252,12 @@ class _Experiment:
         if not done:
             raise ConfigError(list(dict.fromkeys(trial.refused for trial in trials)))
         best = done[0]
-        chance = _chance(best.labels_and_predictions[:, 0]) if self._measure == "accuracy" else 0.0
+        chance = 0.0
+        if self._measure == "accuracy":
+            chance = _chance(best.labels_and_predictions[:, 0])
+        elif self._measure == "precision":
+            # boxes overlap some objects by chance: at least as often as under preprocessings that are wrong
+            chance = max(statistics.median(map(self._score, done)), LEAST_PRECISION)
         accuracy = self._score(best)
         targets = len(best.labels_and_predictions)
         # the most frequent label is what a model could guess without looking
@@ -297,7 +305,7 @@ def _stored_as(data: DataConfig) -> str:
 def _labels_and_predictions(loss: Loss, outputs: Sequence[torch.Tensor], labels: torch.Tensor) -> Array:
     """Return [n, 2]: the label and the prediction of each target."""
     if loss.config.rule.labels == "objects":
-        return _found_objects(Measured(loss, outputs, labels, task="objects"))
+        return _best_boxes(Measured(loss, outputs, labels, task="objects"))
     if loss.config.rule.labels == "classes":
         flat = labels.flatten()
         predicted = loss.predicted(outputs, labels).flatten()
@@ -312,8 +320,8 @@ def _labels_and_predictions(loss: Loss, outputs: Sequence[torch.Tensor], labels:
     return torch.stack([target.flatten().double(), output.flatten().double()], dim=1).numpy()
 
 
-def _found_objects(batch: Measured) -> Array:
-    """Return [n, 2]: 1, and whether one of the best boxes of the image overlaps the object, of whatever class.
+def _best_boxes(batch: Measured) -> Array:
+    """Return [images with objects, 2]: 1, and whether the best box of the image overlaps an object, of whatever class.
 
     The classes of the data may be others than those that the file was trained on.
     """
@@ -321,10 +329,10 @@ def _found_objects(batch: Measured) -> Array:
     pairs = []
     for boxes, objects in zip(found, labels.reshape(len(labels), -1, BOX_NUMBERS), strict=True):
         counted = objects[(objects[:, 0] >= 0) & (objects[:, 5] == COUNTED), 1:5]
-        overlap = overlaps(counted[:, None], boxes[:MOST_BOXES, 2:])
-        is_found = overlap.gt(LEAST_OVERLAP).any(1)
-        pairs.append(torch.stack([torch.ones_like(is_found), is_found], 1))
-    return torch.cat(pairs).numpy().astype(np.float64)
+        if len(counted):
+            overlap = overlaps(counted[:, None], boxes[:1, 2:])
+            pairs.append([1.0, float(overlap.gt(LEAST_OVERLAP).any())])
+    return np.array(pairs).reshape(-1, 2)
 
 
 def _chance(labels: Array) -> float:

@@ -26,7 +26,7 @@ class PreprocessingTrial(Record):
 class PreprocessingTrials(Record):
     """The accuracy of a model on labelled data under the plausible preprocessings, best first."""
 
-    measure: Literal["accuracy", "recall", "r2"]
+    measure: Literal["accuracy", "precision", "r2"]
     """Of models of numbers: the share of the labels' variance that is explained."""
     chance: float
     """The accuracy of always naming the most frequent class; 0 for numbers."""

@@ -29,9 +29,8 @@ from onward.trainer.model.losses.dense_heads.assigned import (
     overlaps,
     to_offsets,
 )
-from onward.trainer.model.losses.dense_heads.head import Head, Role
+from onward.trainer.model.losses.dense_heads.head import Head
 
-ROLES: dict[Role, int] = {"boxes": 4, "scores": 0}
 RETINANET_OFFSET, SSD_OFFSET = 0.0, 0.5
 RETINANET_SCALES, SSD_SCALES = (1.0, 1.0, 1.0, 1.0), (10.0, 10.0, 5.0, 5.0)
 MATCHED, BACKGROUND = 0.5, 0.4

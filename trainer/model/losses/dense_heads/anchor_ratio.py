@@ -30,9 +30,8 @@ from torch import Tensor
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.anchor_matches import anchor_matches
 from onward.trainer.model.losses.dense_heads.assigned import DividedLoss, ciou
-from onward.trainer.model.losses.dense_heads.head import Head, Role
+from onward.trainer.model.losses.dense_heads.head import Head
 
-ROLES: dict[Role, int] = {"boxes": 4, "objectness": 1, "scores": 0}
 OFFSET = 0.0
 BOX_WEIGHT, CLASS_WEIGHT, USUAL_CLASSES, USUAL_SIDE, USUAL_LEVELS = 0.05, 0.5, 80, 640, 3
 BALANCE_OF_THREE, BALANCE = (4.0, 1.0, 0.4), (4.0, 1.0, 0.25, 0.06, 0.02)

@@ -25,9 +25,8 @@ from onward.trainer.model.losses.dense_heads.assigned import (
     inside,
     of_distances,
 )
-from onward.trainer.model.losses.dense_heads.head import Head, Role
+from onward.trainer.model.losses.dense_heads.head import Head
 
-ROLES: dict[Role, int] = {"boxes": 4, "objectness": 1, "scores": 0}
 OFFSET = 0.0
 RADIUS = 1.5
 LEAST_SIZE, GREATEST_SIZE = 4, 8

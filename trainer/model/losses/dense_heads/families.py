@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from onward.trainer.config.loss_rules import LOSS_RULES, LossRule
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.model.losses.dense_heads import (
     anchor_overlap,
@@ -19,7 +20,7 @@ from onward.trainer.model.losses.dense_heads import (
     task_aligned,
 )
 from onward.trainer.model.losses.dense_heads.assigned import DividedLoss, overlaps
-from onward.trainer.model.losses.dense_heads.head import Head, Role, check_classes, read_head
+from onward.trainer.model.losses.dense_heads.head import Head, check_classes, read_head
 
 MOST_DETECTIONS = 300
 LEAST_SCORE = 0.001
@@ -33,8 +34,7 @@ MOST_COMPARED = 1000
 class Family:
     """One family of dense detectors."""
 
-    roles: Mapping[Role, int]
-    """Role -> its channels for each anchor, 0 = all others; in the order of the raw outputs."""
+    rule: LossRule
     offset: float
     """Where the point of a cell is, in cells from its left upper corner."""
     decode: Callable[[Head], Tensor]
@@ -42,10 +42,6 @@ class Family:
     confidence: Callable[[Head], Tensor]
     """Return the probability of each class [B, P, C]."""
     loss: Callable[[Head, Tensor, LossConfig], DividedLoss]
-    first_class: int = 0
-    """The place of the data's first class among the scores: 1 behind a background class."""
-    has_anchors: bool = False
-    """Whether a cell has several predictions, of an anchor box each."""
     may_be_coded: bool = False
     """Whether files leave the decoding to their users."""
     keeps_all: bool = False
@@ -53,48 +49,46 @@ class Family:
 
     def head(self, outputs: Sequence[Tensor], loss: LossConfig) -> Head:
         """Return the raw outputs [B, channels, H, W] as one table."""
-        return read_head(outputs, loss, self.roles, offset=self.offset)
+        return read_head(outputs, loss, offset=self.offset)
 
 
 FAMILIES: Mapping[str, Family] = {
     "yolov8": Family(
-        task_aligned.ROLES, task_aligned.OFFSET, task_aligned.decode, task_aligned.confidence, task_aligned.loss
+        LOSS_RULES["yolov8"], task_aligned.OFFSET, task_aligned.decode, task_aligned.confidence, task_aligned.loss
     ),
     "yolov5": Family(
-        anchor_ratio.ROLES,
+        LOSS_RULES["yolov5"],
         anchor_ratio.OFFSET,
         anchor_ratio.decode,
         anchor_ratio.confidence,
         anchor_ratio.loss,
-        has_anchors=True,
     ),
-    "yolox": Family(simota.ROLES, simota.OFFSET, simota.decode, simota.confidence, simota.loss, may_be_coded=True),
+    "yolox": Family(
+        LOSS_RULES["yolox"], simota.OFFSET, simota.decode, simota.confidence, simota.loss, may_be_coded=True
+    ),
     "fcos": Family(
-        centre_sampled.ROLES,
+        LOSS_RULES["fcos"],
         centre_sampled.OFFSET,
         centre_sampled.decode,
         centre_sampled.confidence,
         centre_sampled.loss,
     ),
     "retinanet": Family(
-        anchor_overlap.ROLES,
+        LOSS_RULES["retinanet"],
         anchor_overlap.RETINANET_OFFSET,
         anchor_overlap.decode_retinanet,
         anchor_overlap.confidence_retinanet,
         anchor_overlap.retinanet_loss,
-        has_anchors=True,
     ),
     "ssd": Family(
-        anchor_overlap.ROLES,
+        LOSS_RULES["ssd"],
         anchor_overlap.SSD_OFFSET,
         anchor_overlap.decode_ssd,
         anchor_overlap.confidence_ssd,
         anchor_overlap.ssd_loss,
-        first_class=1,
-        has_anchors=True,
     ),
     "centernet": Family(
-        heat_map.ROLES, heat_map.OFFSET, heat_map.decode, heat_map.confidence, heat_map.loss, keeps_all=True
+        LOSS_RULES["centernet"], heat_map.OFFSET, heat_map.decode, heat_map.confidence, heat_map.loss, keeps_all=True
     ),
 }
 
@@ -104,7 +98,7 @@ def dense_loss(outputs: Sequence[Tensor], labels: Tensor, loss: LossConfig) -> D
     family = FAMILIES[loss.name]
     head = family.head(outputs, loss)
     if not is_fake(head.scores):  # they are while memory is estimated
-        check_classes(labels, head.scores.shape[-1] - family.first_class, loss.name)
+        check_classes(labels, head.scores.shape[-1] - loss.rule.background, loss.name)
     return family.loss(head, labels, loss)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,10 +22,6 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.anchor_matches import Cells, objects_of
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS
 from onward.trainer.errors import ConfigError, DataError
-
-Role = Literal["boxes", "objectness", "scores", "sizes"]
-DISTANCE_BINS = 16
-"""Values of each distance where one tensor holds the channels of all roles, as in YOLOv8 to YOLO11."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +51,13 @@ class Head:
         return objects_of(labels, self.size)
 
 
-def read_head(outputs: Sequence[Tensor], loss: LossConfig, roles: Mapping[Role, int], *, offset: float) -> Head:
+def read_head(outputs: Sequence[Tensor], loss: LossConfig, *, offset: float) -> Head:
     """Return the raw outputs [B, channels, H, W] of all levels as one table.
 
-    roles: role -> channels of one anchor, 0 = all others. offset: where the point of a cell is, in cells: 0.5 = its
+    offset: where the point of a cell is, in cells: 0.5 = its
     centre. Raises ConfigError for outputs that do not fit the strides and anchors of the loss.
     """
+    roles = loss.rule.roles
     per_level = _tensors_of_a_level(outputs, loss, len(roles))
     tables: list[list[Tensor]] = []
     points, strides, anchors, levels = [], [], [], list[Cells]()
@@ -118,7 +114,7 @@ def _rows(value: Tensor, anchors: int, loss: LossConfig, level: int) -> Tensor:
     return by_anchor.permute(0, 3, 4, 1, 2).reshape(batch, height * width * anchors, channels // anchors)
 
 
-def _of_roles(rows: list[Tensor], roles: Mapping[Role, int], loss: LossConfig) -> list[Tensor]:
+def _of_roles(rows: list[Tensor], roles: Mapping[str, int], loss: LossConfig) -> list[Tensor]:
     """Return one table for each role; a single one with the channels of all roles is divided."""
     if len(rows) == len(roles):
         return rows

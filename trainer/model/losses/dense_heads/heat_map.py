@@ -16,9 +16,8 @@ from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.model.losses.dense_heads.assigned import DividedLoss
-from onward.trainer.model.losses.dense_heads.head import Head, Role
+from onward.trainer.model.losses.dense_heads.head import Head
 
-ROLES: dict[Role, int] = {"scores": 0, "sizes": 2, "boxes": 2}
 OFFSET = 0.0
 LEAST_OVERLAP = 0.7
 SIZE_WEIGHT = 0.1

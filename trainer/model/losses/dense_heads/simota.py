@@ -18,9 +18,8 @@ from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.model.losses.dense_heads.assigned import DividedLoss, boxes_of, classes_of, overlaps
-from onward.trainer.model.losses.dense_heads.head import Head, Role
+from onward.trainer.model.losses.dense_heads.head import Head
 
-ROLES: dict[Role, int] = {"boxes": 4, "objectness": 1, "scores": 0}
 OFFSET = 0.0
 RADIUS, BEST = 1.5, 10
 OVERLAP_COST, ELSEWHERE_COST, BOX_WEIGHT = 3.0, 1e6, 5.0

@@ -29,9 +29,8 @@ from onward.trainer.model.losses.dense_heads.assigned import (
     inside,
     of_distances,
 )
-from onward.trainer.model.losses.dense_heads.head import DISTANCE_BINS, Head, Role
+from onward.trainer.model.losses.dense_heads.head import Head
 
-ROLES: dict[Role, int] = {"boxes": 4 * DISTANCE_BINS, "scores": 0}
 OFFSET = 0.5
 BEST, SCORE_POWER, OVERLAP_POWER = 10, 0.5, 6.0
 CLASS_WEIGHT, BOX_WEIGHT, DISTANCE_WEIGHT = 0.5, 7.5, 1.5

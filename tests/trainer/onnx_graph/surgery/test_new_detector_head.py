@@ -1,0 +1,85 @@
+"""A detector with a grid gets other classes: boxes and objectness keep their weights, and its decoding follows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.surgery.surgery import apply_surgery
+from onward.trainer.proposal.detectors.dense_head import recognise
+from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs
+from tests.support.detectors import CLASSES, HEADS, SIDE, detector_file
+
+IMAGE = np.random.default_rng(0).random((1, 3, SIDE, SIDE), np.float32)
+
+
+def changed(model: onnx.ModelProto, family: str, outputs: tuple[str, ...], classes: int) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    config = ModelConfig.model_validate(
+        {"path": "model.onnx", "output": outputs, "loss": family, "num_classes": classes}
+    )
+    apply_surgery(copy, config, seed=0)
+    return copy
+
+
+def raw_names(model: onnx.ModelProto) -> tuple[str, ...]:
+    raw = find_raw_outputs(model, Path())
+    assert raw
+    head = recognise(raw)
+    assert head
+    return head.loss.outputs
+
+
+@pytest.mark.parametrize("classes", [1, 7])
+@pytest.mark.parametrize("family", HEADS)
+def test_the_file_computes_its_boxes_as_before_and_has_other_classes(family: str, classes: int) -> None:
+    model = detector_file(family)
+    outputs = raw_names(model)
+    other = changed(model, family, outputs, classes)
+    raw = find_raw_outputs(other, Path())
+    assert raw
+    head = recognise(raw)
+    assert head
+    assert (head.loss.name, head.loss.outputs, head.num_classes) == (family, outputs, classes)
+    # boxes of the same image; those of CenterNet are chosen by scores
+    if family in ("fcos", "retinanet", "ssd"):
+        before, after = (open_session(each).run(["boxes"], {"images": IMAGE})[0] for each in (model, other))
+        np.testing.assert_array_equal(before, after)
+    elif family in ("yolov5", "yolox"):
+        before, after = (open_session(each).run(["found"], {"images": IMAGE})[0][..., :5] for each in (model, other))
+        np.testing.assert_allclose(before, after, rtol=1e-6)
+    elif family == "yolov8":
+        before, after = (open_session(each).run(["found"], {"images": IMAGE})[0][:, :4] for each in (model, other))
+        np.testing.assert_array_equal(before, after)
+
+
+def test_only_channels_of_classes_begin_anew_with_rare_classes() -> None:
+    model = detector_file("yolov5")
+    other = changed(model, "yolov5", raw_names(model), 4)
+    stored = [{t.name: numpy_helper.to_array(t) for t in each.graph.initializer} for each in (model, other)]
+    bias, weight = (
+        [values[f"heads.0.0.{kind}"].reshape(3, -1, *values[f"heads.0.0.{kind}"].shape[1:]) for values in stored]
+        for kind in ("bias", "weight")
+    )
+    for before, after in (bias, weight):
+        np.testing.assert_array_equal(before[:, :5], after[:, :5])
+        assert (before.shape[1], after.shape[1]) == (5 + CLASSES, 5 + 4)
+    np.testing.assert_allclose(bias[1][:, 5:], -math.log(99), rtol=1e-6)
+    same = changed(model, "yolov5", raw_names(model), 4)
+    assert same == other
+
+
+def test_raw_outputs_that_are_no_convolutions_are_refused() -> None:
+    model = detector_file("yolov8")
+    (joined,) = (node.output[0] for node in model.graph.node if node.op_type == "Softmax")
+    with pytest.raises(ConfigError, match=r"is not the result of a convolution with stored weights; name the results"):
+        changed(model, "yolov8", (joined,), 3)

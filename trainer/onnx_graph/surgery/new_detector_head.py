@@ -1,0 +1,269 @@
+"""Give a detector with a grid another number of classes (`model.num_classes`): its boxes and objectness stay.
+
+    before    Conv [64, 256] -- boxes ---.                                       after
+              Conv [80, 256] -- scores --+-- Concat 144 -- Reshape [N, 144, -1] -- Split [64, 80] -- ... [N, 84, cells]
+              Conv [3, 256]  -- scores --+-- Concat 67  -- Reshape [N, 67, -1]  -- Split [64, 3]  -- ... [N, 7, cells]
+
+Only the channels of classes get new weights. Behind them the lengths that contain the number of classes are changed in
+the shapes of Reshape and Expand and in the sizes of Split, wherever those are stored. The shapes of all results are
+then inferred, and a graph that contradicts itself is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from onward.trainer.config.loss_rules import LOSS_RULES, LossRule
+from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.files.index import Index, dims_of, infer_types
+
+USUAL_ANCHORS = 3
+"""Of a cell, where one tensor of a family with anchors holds all channels, as in YOLOv3 to v7."""
+RARE = 0.01
+"""The probability of a class before training, with which focal losses begin (arXiv:1708.02002)."""
+UNKNOWN = 0
+"""A length that the graph computes."""
+BETWEEN = frozenset(("Cast", "Concat", "Identity", "Squeeze", "Unsqueeze"))
+"""Operators that put the lengths of a shape together."""
+
+
+def replace_detector_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> list[str]:
+    """Replace the channels of classes in the layers before the raw outputs; return the problems.
+
+    The model may then be changed in part. The same seed gives the same weights on every rank.
+    """
+    index = Index(model.graph)
+    rule = LOSS_RULES[config.loss]
+    try:
+        layers = [_layer_before(name, index) for name in config.outputs if name]
+        levels = _by_level(layers, rule, index)
+    except ConfigError as error:
+        return list(error.problems)
+    joined = len(levels[0]) == 1
+    first = sum(list(rule.roles.values())[: list(rule.roles).index("scores")]) if joined else rule.background
+    kept = sum(rule.roles.values()) if joined else rule.background
+    scores = [level[0 if joined else list(rule.roles).index("scores")] for level in levels]
+    anchors = [_anchors_of(level, rule, index) for level in levels]
+    olds = {_channels(layer, index) // number - kept for layer, number in zip(scores, anchors, strict=True)}
+    if len(olds) != 1 or (old := olds.pop()) < 1:
+        return [f"model.num_classes: the levels of the raw outputs have different numbers of classes: {sorted(olds)}"]
+    channels = slice(first, first + old)
+    before = {layer.output[0]: _channels(layer, index) for layer in scores}
+    types = infer_types(model)
+    for layer, number in zip(scores, anchors, strict=True):
+        _replace_channels(layer, index, number, channels, config.num_classes, rule, seed=seed)
+    return _adapt(model, types, {name: (old, _channels(index.makers[name], index)) for name, old in before.items()})
+
+
+# -- the layers
+
+
+def _by_level(layers: Sequence[onnx.NodeProto], rule: LossRule, index: Index) -> list[Sequence[onnx.NodeProto]]:
+    """Return the layers of each level: one with the channels of all roles, or one for each role."""
+    number = len(rule.roles)
+    channels = {_channels(layer, index) for layer in layers}
+    # those of three roles have different channels, unless each layer has all of them
+    if len(layers) == 1 or (number > 2 and len(channels) == 1 and min(channels) > sum(rule.roles.values())):
+        return [[layer] for layer in layers]
+    if len(layers) % number:
+        raise ConfigError(f"loss.output names {len(layers)} tensors, which {number} for each level do not divide")
+    return [layers[start : start + number] for start in range(0, len(layers), number)]
+
+
+def _layer_before(name: str, index: Index) -> onnx.NodeProto:
+    node = index.makers.get(name)
+    if node is not None and node.op_type == "Relu":  # behind distances, as FCOS has it
+        node = index.makers.get(node.input[0])
+    if node is None or node.op_type != "Conv" or node.input[1] not in index.stored:
+        raise ConfigError(
+            f"model.num_classes: raw output {name!r} is not the result of a convolution with stored weights; name the "
+            "results of the last convolutions in loss.output"
+        )
+    if len(index.readers[node.input[1]]) > 1:
+        raise ConfigError(
+            f"model.num_classes: {len(index.readers[node.input[1]])} layers use {node.input[1]!r}, whose channels are "
+            "classes; set model.untie"
+        )
+    return node
+
+
+def _channels(node: onnx.NodeProto, index: Index) -> int:
+    return int(index.stored[node.input[1]].dims[0])
+
+
+def _anchors_of(level: Sequence[onnx.NodeProto], rule: LossRule, index: Index) -> int:
+    """Return the anchors of a cell of a level."""
+    if not rule.has_anchors:
+        return 1
+    if len(level) == 1:
+        return USUAL_ANCHORS
+    return _channels(level[list(rule.roles).index("boxes")], index) // rule.roles["boxes"]
+
+
+def _replace_channels(
+    node: onnx.NodeProto, index: Index, anchors: int, channels: slice, new: int, rule: LossRule, *, seed: int
+) -> None:
+    """Draw the channels of classes of weight and bias, and keep the others, anchor by anchor."""
+    for slot, name in enumerate(node.input[1:3], start=1):
+        stored = numpy_helper.to_array(index.stored[name])
+        by_anchor = stored.reshape(anchors, -1, *stored.shape[1:])
+        shape = (anchors, new, *stored.shape[1:])
+        bound = 1 / math.sqrt(math.prod(index.stored[node.input[1]].dims[1:]))
+        drawn = np.random.default_rng([seed, zlib.crc32(name.encode())]).uniform(-bound, bound, shape)
+        if slot == 2 and not rule.background:
+            drawn = np.full(shape, -math.log((1 - RARE) / RARE))
+        parts = [by_anchor[:, : channels.start], drawn.astype(stored.dtype), by_anchor[:, channels.stop :]]
+        values = np.concatenate(parts, 1).reshape(-1, *stored.shape[1:])
+        index.stored[name].CopyFrom(numpy_helper.from_array(values, name))
+
+
+# -- what follows them
+
+
+def _adapt(
+    model: onnx.ModelProto, before: Mapping[str, onnx.ValueInfoProto], scores: Mapping[str, tuple[int, int]]
+) -> list[str]:
+    """Change lengths behind the layers of scores, and forget the declared ones; return the problems.
+
+    before: the types of all results, as they were. scores: result of a layer -> its channels, before and from now on.
+    """
+    index = Index(model.graph)
+    # the length of the axis with the classes in each result that has them, before and from now on
+    lengths = dict(scores)
+    for node in model.graph.node:
+        read = [lengths[name] for name in node.input if name in lengths]
+        if not read or node.op_type in ("Shape", "Size"):
+            continue
+        old, now = read[0]
+        results = list(node.output)
+        if node.op_type in ("Reshape", "Expand"):
+            old, now = _reshaped(node, index, old, now)
+        elif node.op_type == "Split":
+            sizes = _split_sizes(node, index)
+            # the classes are in the last part; parts of equal length are another division
+            if len(set(sizes)) > 1 and sum(sizes) == old:
+                _resize_last_part(node, index, now - old)
+                old, now = sizes[-1], sizes[-1] + now - old
+                results = results[-1:]
+        elif node.op_type == "Slice":
+            start, end = (int(_array(name, index).flat[0]) for name in node.input[1:3])
+            if 0 <= end < old:
+                continue
+            old, now = old - start, now - start
+        elif node.op_type == "Concat" and len(read) < len(node.input):
+            joined = _joined_length(node, before)
+            old, now = joined or old, (joined or old) + now - old
+        lengths.update(dict.fromkeys(results, (old, now)))
+    for value in [value for value in model.graph.value_info if value.name in lengths]:
+        model.graph.value_info.remove(value)
+    return _declare(model, lengths)
+
+
+def _reshaped(node: onnx.NodeProto, index: Index, old: int, now: int) -> tuple[int, int]:
+    """Change the entry of a shape that holds the classes; return its length before and from now on.
+
+    Entries beside each other whose product is the old length, such as 3 anchors and 85 channels of 255, have taken its
+    place. One of them changes in the ratio of the lengths. Where there are none, -1 adapts by itself.
+    """
+    entries = []
+    for reader, slot in _stored_lengths(node, 1, index):
+        lengths = _array(reader.input[slot], index).flat
+        entries += [(reader, slot, place, int(length)) for place, length in enumerate(lengths)]
+    for start in range(len(entries)):
+        for end in range(start + 1, len(entries) + 1):
+            group = entries[start:end]
+            if math.prod(length for *_, length in group) != old:
+                continue
+            for reader, slot, place, length in sorted(group, key=lambda entry: -entry[3]):
+                if length * now % old == 0:
+                    _store(reader, slot, place, length * now // old, index)
+                    return length, length * now // old
+    return old, now
+
+
+def _split_sizes(node: onnx.NodeProto, index: Index) -> list[int]:
+    """Return the sizes of the parts, which are an attribute before opset 13; [] if they are not stored."""
+    if len(node.input) > 1:
+        stored = _stored_lengths(node, 1, index)
+        return [int(size) for reader, slot in stored for size in _array(reader.input[slot], index).flat]
+    return [size for attribute in node.attribute if attribute.name == "split" for size in attribute.ints]
+
+
+def _resize_last_part(node: onnx.NodeProto, index: Index, difference: int) -> None:
+    if len(node.input) > 1:
+        reader, slot = list(_stored_lengths(node, 1, index))[-1]
+        last = int(_array(reader.input[slot], index).flat[-1])
+        _store(reader, slot, -1, last + difference, index)
+        return
+    for attribute in node.attribute:
+        if attribute.name == "split":
+            attribute.ints[-1] += difference
+
+
+def _joined_length(node: onnx.NodeProto, before: Mapping[str, onnx.ValueInfoProto]) -> int | None:
+    """Return the length of the axis along which a Concat joins, as it was; None if it is not known."""
+    axis = next(attribute.i for attribute in node.attribute if attribute.name == "axis")
+    dims = dims_of(before.get(node.output[0]))
+    return dims[axis] if dims else None
+
+
+def _stored_lengths(node: onnx.NodeProto, slot: int, index: Index) -> Iterator[tuple[onnx.NodeProto, int]]:
+    """Yield (node, which of its inputs) of the integers from which an operand with lengths is put together.
+
+    Those that are computed, as from the shape of a result, follow by themselves; `_array` gives UNKNOWN for them.
+    """
+    name = node.input[slot]
+    maker = index.makers.get(name)
+    if name in index.stored or (maker is not None and maker.op_type == "Constant"):
+        yield node, slot
+    elif maker is not None and maker.op_type in BETWEEN:
+        # the other operands say which axis or which entry
+        for position in range(len(maker.input) if maker.op_type == "Concat" else 1):
+            yield from _stored_lengths(maker, position, index)
+    else:
+        yield node, slot
+
+
+def _array(name: str, index: Index) -> Array:
+    if name in index.stored:
+        return numpy_helper.to_array(index.stored[name]).copy()
+    maker = index.makers.get(name)
+    if maker is None or maker.op_type != "Constant":
+        return np.array([UNKNOWN])
+    return numpy_helper.to_array(maker.attribute[0].t).copy()
+
+
+def _store(reader: onnx.NodeProto, slot: int, place: int, length: int, index: Index) -> None:
+    """Change one entry of a stored operand, for this reader alone: exporters share equal constants."""
+    values = _array(reader.input[slot], index)
+    values.reshape(-1)[place] = length
+    name = reader.input[slot]
+    if len(index.readers[name]) > 1 or name not in index.stored:
+        name = index.free_name(f"{name}.classes")
+        reader.input[slot] = name
+        index.stored[name] = index.graph.initializer.add()
+    index.stored[name].CopyFrom(numpy_helper.from_array(values, name))
+
+
+def _declare(model: onnx.ModelProto, lengths: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Correct the declared lengths of the outputs; return a problem for a graph that contradicts itself."""
+    for value in model.graph.output:
+        for dim in value.type.tensor_type.shape.dim if value.name in lengths else ():
+            if dim.dim_value == lengths[value.name][0]:
+                dim.dim_value = lengths[value.name][1]
+    try:
+        infer_types(model)
+    except onnx.shape_inference.InferenceError as error:
+        return [
+            f"model.num_classes: what follows the raw outputs does not go with another number of classes: {error}; "
+            "leave model.num_classes out, and train the first classes of the file"
+        ]
+    return []

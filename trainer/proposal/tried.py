@@ -19,9 +19,8 @@ def propose_tried(draft: Draft) -> bool | None:
     """
     # one step, because a configuration is complete only with a length of training, and none is proposed yet
     settings = draft.settings()
-    if (
-        draft.value("loss.name") in DENSE_LOSSES
-    ):  # objects are found whatever their class, so the file is tried as it is
+    # objects are found whatever their class, so the file is tried with its own classes
+    if draft.value("loss.name") in DENSE_LOSSES:
         settings["model"].pop("num_classes", None)
     config = completed(load_config({**settings, "train": {"num_steps": 1}}))
     if len(config.losses) != 1 or config.losses[0].name not in MEASURED or config.model.num_classes:

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from onward.trainer.config.loss_rules import LOSS_RULES, LossRule
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.files.index import Index, dims_of, infer_types
 
@@ -232,7 +232,7 @@ def _stored_lengths(node: onnx.NodeProto, slot: int, index: Index) -> Iterator[t
         yield node, slot
 
 
-def _array(name: str, index: Index) -> Array:
+def _array(name: str, index: Index) -> NDArray[np.int64]:
     if name in index.stored:
         return numpy_helper.to_array(index.stored[name]).copy()
     maker = index.makers.get(name)

@@ -217,8 +217,13 @@ def _measured_anchors(
                     boxes.setdefault(f"{which}, {how}", []).extend(own)
     for found in boxes.values():
         if len(found) == len(centres) and all(map(_is_there, found, centres)):
-            sides = iter([tuple(float(f"{side / fraction:.5g}") for side in box[2:] - box[:2]) for box in found])
+            sides = iter([_rounded((box[2:] - box[:2]) / fraction) for box in found])
             yield tuple(tuple(next(sides) for _ in range(number)) for number in numbers)
+
+
+def _rounded(sides: Array) -> tuple[float, float]:
+    """Return width and height with the digits that a computation in fp32 leaves."""
+    return float(f"{sides[0]:.5g}"), float(f"{sides[1]:.5g}")
 
 
 def _changed_rows(tables: Mapping[str, Array], before: Mapping[str, Array]) -> dict[int, int]:

@@ -75,7 +75,7 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     """
     index = Index(model.graph)
     fed = [value for value in model.graph.input if value.name not in index.stored]
-    dims = (dims_of(fed[0]) or ()) if len(fed) == 1 else ()
+    dims = (dims_of(fed[0]) or []) if len(fed) == 1 else []
     if len(dims) not in (3, 4):
         return None
     names = _last_layers(index, [value.name for value in model.graph.output if is_numeric(value)])

@@ -21,6 +21,7 @@ from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.diagnostics.difference import TensorChange
 from onward.trainer.quantities import duration, shown_size
 from onward.trainer.run.history import Series
+from onward.trainer.run.recorded.sample_records import LEAST_SCORE, ImageBox, Sample
 from onward.trainer.run.recorded.step_profile import other_rows, slowest_nodes
 from onward.trainer.run.timing.time_account import PARTS, TimeAccount
 
@@ -99,6 +100,8 @@ def page_of(facts: RunFacts) -> str:
         profile=profile_of(facts),
         residuals=_residuals(facts),
         losses=_losses_of_rows(facts),
+        pictures=pictures(facts),
+        least_score=LEAST_SCORE,
         changes=_changes(facts),
         environment=environment_rows(facts),
         changed=changed,
@@ -195,6 +198,47 @@ def _losses_of_rows(facts: RunFacts) -> Drawing | None:
         return None
     svg = draw_counts(facts.samples.counts, facts.samples.edges, "loss of a row")
     return Drawing("Losses of single rows", Markup(svg), note=f"mean {facts.samples.mean:.4g}")
+
+
+# -- pictures
+
+Panels = dict[str, list[dict[str, str]]]
+"""Name of a panel -> its boxes, as the template draws them."""
+
+
+def pictures(facts: RunFacts) -> list[tuple[str, list[tuple[Sample, Panels]]]]:
+    """Return the images with boxes: a heading, and each image with what was found in it before and after."""
+    if facts.samples is None:
+        return []
+    groups = (("The greatest losses", facts.samples.worst), ("Drawn at random", facts.samples.ordinary))
+    found = []
+    for title, samples in groups:
+        shown = [(each, _panels(each, facts)) for each in samples if each.image and each.objects is not None]
+        if shown:
+            found.append((title, shown))
+    return found
+
+
+def _panels(sample: Sample, facts: RunFacts) -> Panels:
+    found = {"before the training": sample.before, "after the training": sample.after}
+    # the greatest score last, so that it is drawn over the others
+    drawn = {name: (*(sample.objects or ()), *reversed(boxes)) for name, boxes in found.items()}
+    return {name: [_box(each, facts) for each in boxes] for name, boxes in drawn.items()}
+
+
+def _box(box: ImageBox, facts: RunFacts) -> dict[str, str]:
+    """Return a box as HTML draws it: the names of its CSS classes, its style and its text."""
+    x1, y1, x2, y2 = (min(max(corner, 0.0), 1.0) for corner in box.corners)
+    # a text that would lie outside of the image is put inside of the box, or aligned with its right side
+    is_weak = box.score is not None and box.score < LEAST_SCORE
+    places = {"object": box.score is None, "weak": is_weak, "top": y1 < 0.1, "bottom": y2 > 0.9, "right": x1 > 0.6}
+    place = f"left: {x1:.2%}; top: {y1:.2%}; width: {x2 - x1:.2%}; height: {y2 - y1:.2%}"
+    name = facts.class_name(box.of_class)
+    return {
+        "kind": " ".join(name for name, is_so in places.items() if is_so),
+        "style": f"{place}; --of: {COLOURS[box.of_class % len(COLOURS)]}",
+        "text": name if box.score is None else f"{name} {box.score:.2f}",
+    }
 
 
 # -- tables

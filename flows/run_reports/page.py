@@ -213,9 +213,9 @@ def pictures(facts: RunFacts) -> list[tuple[str, list[tuple[Sample, Panels]]]]:
     groups = (("The greatest losses", facts.samples.worst), ("Drawn at random", facts.samples.ordinary))
     found = []
     for title, samples in groups:
-        shown = [(each, _panels(each, facts)) for each in samples if each.image and each.objects is not None]
-        if shown:
-            found.append((title, shown))
+        with_boxes = [each for each in samples if each.image and each.objects is not None]
+        if with_boxes:
+            found.append((title, [(each, _panels(each, facts)) for each in with_boxes]))
     return found
 
 
@@ -234,11 +234,9 @@ def _box(box: ImageBox, facts: RunFacts) -> dict[str, str]:
     places = {"object": box.score is None, "weak": is_weak, "top": y1 < 0.1, "bottom": y2 > 0.9, "right": x1 > 0.6}
     place = f"left: {x1:.2%}; top: {y1:.2%}; width: {x2 - x1:.2%}; height: {y2 - y1:.2%}"
     name = facts.class_name(box.of_class)
-    return {
-        "kind": " ".join(name for name, is_so in places.items() if is_so),
-        "style": f"{place}; --of: {COLOURS[box.of_class % len(COLOURS)]}",
-        "text": name if box.score is None else f"{name} {box.score:.2f}",
-    }
+    kind = " ".join(name for name, is_so in places.items() if is_so)
+    text = name if box.score is None else f"{name} {box.score:.2f}"
+    return {"kind": kind, "style": f"{place}; --of: {COLOURS[box.of_class % len(COLOURS)]}", "text": text}
 
 
 # -- tables

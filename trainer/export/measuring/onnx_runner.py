@@ -209,15 +209,16 @@ class OnnxRunner:
     def feeds(self) -> Iterator[dict[str, Array]]:
         """Yield evaluation batches for a session of the file itself, with no more rows than one call takes."""
         for batch in self._data.batches():
-            rows = self._max_rows or batch.size
-            yield self.feed([tensor[:rows] for tensor in self._inputs_of(batch)], widened=False)
+            yield self.feed(
+                [tensor[: self._max_rows or batch.size] for tensor in self._inputs_of(batch)], widened=False
+            )
 
     # -- running
 
     def outputs_of(self, batch: Batch, start: int, stop: int) -> list[Tensor]:
         """Return the outputs of the rows [start, stop) of a batch, no more than one call takes, without repetitions."""
-        results = self.run([tensor[start:stop] for tensor in self._inputs_of(batch)])
-        return [self._without_padding(each, stop - start) for each in results]
+        inputs = [tensor[start:stop] for tensor in self._inputs_of(batch)]
+        return [self._without_padding(each, stop - start) for each in self.run(inputs)]
 
     def run(self, inputs: Sequence[Tensor]) -> list[Array]:
         """Return the outputs [B, ...] for one batch, and use a fallback from now on if the runtime so far fails on it.
@@ -332,8 +333,7 @@ class OnnxRunner:
 
     def _chosen(self, results: Sequence[Array]) -> list[Array]:
         """Return the outputs that are compared, with their rows on axis 0."""
-        pairs = zip(self.outputs, self._places, strict=True)
-        return [self._layout.rows_first(name, results[place]) for name, place in pairs]
+        return [self._layout.rows_first(name, results[at]) for name, at in zip(self.outputs, self._places, strict=True)]
 
     # -- rows and types
 

@@ -213,7 +213,7 @@ def pictures(facts: RunFacts) -> list[tuple[str, list[tuple[Sample, Panels]]]]:
     groups = (("The greatest losses", facts.samples.worst), ("Drawn at random", facts.samples.ordinary))
     found = []
     for title, samples in groups:
-        with_boxes = [each for each in samples if each.image and each.objects is not None]
+        with_boxes = [each for each in samples if each.objects is not None]
         if with_boxes:
             found.append((title, [(each, _panels(each, facts)) for each in with_boxes]))
     return found

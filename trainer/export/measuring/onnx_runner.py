@@ -173,11 +173,9 @@ class OnnxRunner:
 
     def difference_from(self, other: OnnxRunner, *, batches: int) -> float:
         """Return the greatest difference of the outputs from those of another runner, as `compare` measures it."""
-        found = [
-            output_difference(theirs, ours)[0]
-            for _, inputs, _ in self._samples(batches)
-            for theirs, ours in zip(other.run(inputs), self.run(inputs), strict=True)
-        ]
+        samples = (inputs for _, inputs, _ in self._samples(batches))
+        pairs = (pair for inputs in samples for pair in zip(other.run(inputs), self.run(inputs), strict=True))
+        found = [output_difference(theirs, ours)[0] for theirs, ours in pairs]
         return math.nan if any(map(math.isnan, found)) else max(found, default=math.nan)
 
     def row_totals(self) -> tuple[EvaluationMetrics, Tensor]:
@@ -209,9 +207,8 @@ class OnnxRunner:
     def feeds(self) -> Iterator[dict[str, Array]]:
         """Yield evaluation batches for a session of the file itself, with no more rows than one call takes."""
         for batch in self._data.batches():
-            yield self.feed(
-                [tensor[: self._max_rows or batch.size] for tensor in self._inputs_of(batch)], widened=False
-            )
+            rows = self._max_rows or batch.size
+            yield self.feed([tensor[:rows] for tensor in self._inputs_of(batch)], widened=False)
 
     # -- running
 
@@ -333,7 +330,8 @@ class OnnxRunner:
 
     def _chosen(self, results: Sequence[Array]) -> list[Array]:
         """Return the outputs that are compared, with their rows on axis 0."""
-        return [self._layout.rows_first(name, results[at]) for name, at in zip(self.outputs, self._places, strict=True)]
+        pairs = zip(self.outputs, self._places, strict=True)
+        return [self._layout.rows_first(name, results[place]) for name, place in pairs]
 
     # -- rows and types
 

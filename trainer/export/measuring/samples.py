@@ -235,15 +235,15 @@ class WorstSamples:
         )
 
     def _boxes(self, batch: Batch, files: Mapping[str, Outputs]) -> dict[str, object]:
-        """Return the objects of an image, and the boxes that each file finds in it; {} for other data."""
-        if self._detector is None or batch.labels[self._detector] is None:
+        """Return the objects of an image, and the boxes that each file finds in it; {} for other data, and of an image
+        that was not kept."""
+        labels = None if self._detector is None else batch.labels[self._detector]
+        if self._detector is None or labels is None or not batch.inputs:
             return {}
-        labels = batch.labels[self._detector]
-        assert labels is not None
         # rows of padding have no class
         objects = [each for each in labels.reshape(-1, BOX_NUMBERS).tolist() if each[0] >= 0]
         boxes: dict[str, object] = {"objects": tuple(_image_box(int(each[0]), each[1:5]) for each in objects)}
-        for name, run in files.items() if batch.inputs else ():
+        for name, run in files.items():
             measured = Measured(self._losses.each[self._detector], run(batch, 0, 1), labels, task="objects")
             found = measured.objects[0][0].tolist()
             # as many as there are objects also with low scores, as models have them that are hardly trained

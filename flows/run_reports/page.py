@@ -12,11 +12,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_counts, draw_scatter
+from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_counts, draw_precisions, draw_scatter
 from onward.flows.run_reports.reported_run import EVALUATION, RunFacts, settings_as_text
 from onward.flows.run_reports.summary import results, verdict
 from onward.flows.run_state.costs import cost_line
 from onward.flows.shown.terminal_tables import config_lines
+from onward.tasks.shown.object_tables import ObjectTable
 from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.diagnostics.difference import TensorChange
 from onward.trainer.quantities import duration, shown_size
@@ -100,6 +101,7 @@ def page_of(facts: RunFacts) -> str:
         profile=profile_of(facts),
         residuals=_residuals(facts),
         losses=_losses_of_rows(facts),
+        precisions=[_precisions(table) for table in facts.objects],
         pictures=pictures(facts),
         least_score=LEAST_SCORE,
         changes=_changes(facts),
@@ -191,6 +193,15 @@ def _residuals(facts: RunFacts) -> list[Drawing]:
         Drawing("Predicted over target", Markup(draw_scatter(pairs)), note=note),
         Drawing("Residuals: predicted - target", Markup(draw_counts(counts, edges, "residual")), note=note),
     ]
+
+
+def _precisions(table: ObjectTable) -> Drawing:
+    """Return the curves of precision and recall of the classes with the most objects."""
+    with_objects = [row for row in table.classes if row.objects]
+    shown = sorted(with_objects, key=lambda row: -row.objects)[: len(COLOURS)]
+    svg = draw_precisions([row.curve for row in shown])
+    legend = [(row.name, colour) for row, colour in zip(shown, COLOURS, strict=False)]
+    return Drawing("Precision over recall", Markup(svg), legend, note="at an intersection over union of 0.50")
 
 
 def _losses_of_rows(facts: RunFacts) -> Drawing | None:

@@ -16,6 +16,7 @@ from onward.flows.run_reports.page import page_of, time_rows
 from onward.flows.run_reports.report_api import report
 from onward.flows.run_reports.reported_run import read_facts
 from onward.flows.run_reports.summary import markdown
+from onward.tasks.shown.object_tables import ObjectRow, ObjectTable
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import Evaluated, EventWriter, Scalars
@@ -187,6 +188,20 @@ def test_images_with_boxes_are_shown_before_and_after_the_training(tmp_path: Pat
     assert kinds[:4] == ["box object top", "box object top", "box weak bottom", "box top"]
     # the pixels are in the page once for both files
     assert [value for tag, name, value in page.attributes if (tag, name) == ("use", "href")] == ["#row-7", "#row-8"]
+
+
+def test_objects_have_a_table_and_curves(tmp_path: Path) -> None:
+    run = reported_run(tmp_path / "run")
+    precisions = {"map": 0.5, "map_50": 0.75, "map_small": None, "map_medium": 0.5, "map_large": 0.25}
+    rows = [ObjectRow(name=name, objects=4, curve=(1.0, 0.5, 0.0), **precisions) for name in ("<disc>", "square")]
+    rows.append(rows[0].model_copy(update={"name": "absent", "objects": 0}))
+    write_record(run.classes / "objects.json", ObjectTable(step=40, loss="", classes=tuple(rows)))
+    page = Page(page_of(read_facts(run)))
+    assert page.sections == [*SECTIONS[:4], "objects", *SECTIONS[4:]]
+    assert "<disc> 4 0.500 0.750 0.500 0.250 square 4 0.500" in page.text
+    # classes without objects have no curve
+    assert "Precision over recall <disc> square at an intersection over union of 0.50" in page.text
+    assert page.tags.count("svg") == 9
 
 
 def test_the_shares_of_the_time_are_a_hundred_percent(tmp_path: Path) -> None:

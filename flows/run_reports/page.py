@@ -197,8 +197,10 @@ def _residuals(facts: RunFacts) -> list[Drawing]:
 
 def _precisions(table: ObjectTable) -> Drawing:
     """Return the curves of precision and recall of the classes with the most objects."""
-    with_objects = [row for row in table.classes if row.objects]
-    shown = sorted(with_objects, key=lambda row: -row.objects)[: len(COLOURS)]
+    with_objects = [place for place, row in enumerate(table.classes) if row.objects]
+    most = sorted(with_objects, key=lambda place: -table.classes[place].objects)[: len(COLOURS)]
+    # in the order of the classes, by which the boxes of the images have their colours, too
+    shown = [table.classes[place] for place in sorted(most)]
     svg = draw_precisions([row.curve for row in shown])
     legend = [(row.name, colour) for row, colour in zip(shown, COLOURS, strict=False)]
     return Drawing("Precision over recall", Markup(svg), legend, note="at an intersection over union of 0.50")

@@ -18,7 +18,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 
 from onward.tasks.promotion.pruning import MedianRule
-from onward.tasks.shown.class_tables import ClassTable, class_table, write_tables
+from onward.tasks.shown.class_tables import Table, class_table, write_tables
+from onward.tasks.shown.object_tables import object_table
 from onward.tasks.shown.prefect_events import emit
 from onward.tasks.shown.prefect_results import show_curve
 from onward.tasks.shown.prefect_server import prefect_answers
@@ -69,7 +70,8 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
             pruning.poll()
             run.wait_for_end(tick_s)
     summary = progress.summary(_outcome(run))
-    tables = [class_table(event, run) for event in history.confusions.values()]
+    tables: list[Table] = [class_table(event, run) for event in history.confusions.values()]
+    tables += [object_table(event, run) for event in history.precisions.values()]
     show_tables(tables)
     show_curve(run, history)
     write_tables(run, tables)
@@ -164,7 +166,7 @@ class ProgressArtifact:
                 update_progress_artifact(self._id, progress.percent, str(progress))
 
 
-def show_tables(tables: Iterable[ClassTable]) -> None:
+def show_tables(tables: Iterable[Table]) -> None:
     """Show the tables of classes on the flow run's page. Outside of a task run it does nothing."""
     if TaskRunContext.get() is None:
         return

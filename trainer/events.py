@@ -4,9 +4,10 @@ MLflow, TensorBoard and the live view are filled from the log, through run/histo
 
     {"at_ms": 1767225600000, "attempt": 1, "step": 12, "kind": "scalars", "values": {"train/loss": 0.5}}
 
-Each kind of event is a record below. A line of a kind that a newer version has added is a plain `Event`; fields that a
-newer version has added are passed over, and fields that earlier versions did not write have defaults. A resumed attempt
-repeats the steps after its checkpoint. A line that a crash cut off is removed when the next attempt opens the log.
+Each kind of event is a record (event_records.py). A line of a kind that a newer version has added is a plain `Event`;
+fields that a newer version has added are passed over, and fields that earlier versions did not write have defaults. A
+resumed attempt repeats the steps after its checkpoint. A line that a crash cut off is removed when the next attempt
+opens the log.
 """
 
 from __future__ import annotations
@@ -19,170 +20,31 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Annotated, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import IO
 
 from onward.trainer.bounds import RECORD_BYTES, NotAFile, opened, read_bounded
 from onward.trainer.errors import RecordError
+from onward.trainer.event_records import LAPS as LAPS
+from onward.trainer.event_records import RECORDS as RECORDS
+from onward.trainer.event_records import CheckpointSaved as CheckpointSaved
+from onward.trainer.event_records import ClassPrecision as ClassPrecision
+from onward.trainer.event_records import ConfusionMatrix as ConfusionMatrix
+from onward.trainer.event_records import Ended as Ended
+from onward.trainer.event_records import Evaluated as Evaluated
+from onward.trainer.event_records import Event as Event
+from onward.trainer.event_records import Histogram as Histogram
+from onward.trainer.event_records import Int64 as Int64
+from onward.trainer.event_records import NonFiniteLoss as NonFiniteLoss
+from onward.trainer.event_records import ObjectPrecision as ObjectPrecision
+from onward.trainer.event_records import Scalars as Scalars
+from onward.trainer.event_records import Started as Started
+from onward.trainer.event_records import Times as Times
+from onward.trainer.event_records import Usage as Usage
 
 log = logging.getLogger(__name__)
-
-# RunHistory keeps these numbers in arrays
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-
-LAPS = ("setup", "compile", "data_wait", "steps", "evaluation", "checkpoint")
-"""What the time of an attempt is spent on, in the order of the event "times" (parallel/observing/step_clock.py)."""
-
-
-class Event(BaseModel):
-    """One line of a log."""
-
-    model_config = ConfigDict(frozen=True)
-
-    at_ms: Int64 = 0
-    """Milliseconds since 1970; 0 until `EventWriter.emit` has written the event."""
-    attempt: int = 0
-    """The attempt that wrote the line, from 1; 0 until `EventWriter.emit` has written the event."""
-    step: Int64
-    """The last weight update before the event."""
-    kind: str
-
-    def sentence(self) -> str:
-        """Return what train.log says of the event; "" for the events of every few steps."""
-        return ""
-
-
-class Started(Event):
-    """An attempt begins at `step`."""
-
-    kind: Literal["start"] = "start"
-    num_steps: int = 0
-    """Weight updates of the whole run."""
-    num_samples: int = 0
-    """Samples of the whole run; 0 if it is not known."""
-    num_rows: int = 0
-    """Samples of an epoch; 0 if it is not known."""
-    num_parameters: int = 0
-    compute: str = ""
-    """The data type of matrix products, such as `fp32`."""
-    flops_per_sample: float | None = None
-    """Forward and backward, for a sample of mean length; None if they cannot be counted."""
-    peak_flops_per_s: float | None = None
-    """Of all ranks together; None if it is not known."""
-    compile: str = ""
-    """Why `graph.compile` "auto" became what it is, in a sentence; else ""."""
-    resumed: str = ""
-    """From which checkpoint the attempt goes on, and which steps are made again, in a sentence; "" for a new run."""
-    damaged: Sequence[str] = ()
-    """Newer checkpoints that were not used."""
-
-    def sentence(self) -> str:
-        begins = f"begins at step {self.step} of {self.num_steps}; {self.resumed or 'it is a new run'}"
-        return f"{begins}; {self.compile}" if self.compile else begins
-
-
-class Scalars(Event):
-    """Metrics of the training.
-
-    With them is what training has cost since the event before (parallel/observing/throughput.py):
-    `train/samples_per_s`, `train/step_s`, `train/data_wait`, the share of the time in which ranks waited for samples,
-    the mean over the ranks; and, if they are known, `train/tokens_per_s`, `train/tflops`, `train/mfu`,
-    `train/memory_bytes`.
-    """
-
-    kind: Literal["scalars"] = "scalars"
-    values: dict[str, float]
-    """`train/NAME` -> value."""
-
-
-class Evaluated(Event):
-    """Metrics on the evaluation data."""
-
-    kind: Literal["evaluation"] = "evaluation"
-    values: dict[str, float]
-    """`evaluation/NAME` -> value; of averaged weights `evaluation/average/NAME`."""
-
-    def sentence(self) -> str:
-        return f"step {self.step}: " + ", ".join(f"{key} {value:.4g}" for key, value in self.values.items())
-
-
-class ConfusionMatrix(Event):
-    """The confusion matrix of one loss, from the evaluation of the step."""
-
-    kind: Literal["confusion"] = "confusion"
-    loss: str
-    """The output that the loss reads, if there are several losses; else ""."""
-    counts: list[list[int]] | list[list[list[int]]]
-    """Targets by [class][predicted class]; of yes-or-no labels by [label][is][predicted]."""
-
-
-class Histogram(Event):
-    """The distribution of the elements of a weight or of its gradient."""
-
-    kind: Literal["histogram"] = "histogram"
-    name: str
-    """`weight/NAME` or `gradient/NAME`."""
-    counts: Sequence[int]
-    edges: Sequence[float]
-    """The borders of the bins, one more than `counts`."""
-
-
-class NonFiniteLoss(Event):
-    """An evaluation loss became NaN or infinite."""
-
-    kind: Literal["bad_values"] = "bad_values"
-    text: str = ""
-    """Which loss, and where in the model."""
-
-
-class CheckpointSaved(Event):
-    """A checkpoint is complete."""
-
-    kind: Literal["checkpoint"] = "checkpoint"
-    path: str = ""
-    """The name of its directory."""
-
-    def sentence(self) -> str:
-        return f"step {self.step}: saved {self.path}"
-
-
-class Times(Event):
-    """The time that the attempt has taken so far."""
-
-    kind: Literal["times"] = "times"
-    seconds: dict[str, float]
-    """A name of `LAPS` -> seconds."""
-
-
-class Ended(Event):
-    """An attempt ends by itself, with a checkpoint."""
-
-    kind: Literal["end"] = "end"
-    status: str = ""
-    """`done` or `stopped`."""
-    ended_early: str = ""
-    """Why the run is done before its last step ([stop]); else ""."""
-
-    def sentence(self) -> str:
-        return f"step {self.step}: {self.status}"
-
-
-class Usage(Event):
-    """The usage of one node, in a file of its own (run/machine/node_usage.py), where `step` counts the lines."""
-
-    kind: Literal["usage"] = "usage"
-    node: str = ""
-    values: dict[str, float]
-    """Name -> value; the unit is in the name."""
-
-
-_KINDS = (Started, Scalars, Evaluated, ConfusionMatrix, Histogram, NonFiniteLoss, CheckpointSaved, Times, Ended, Usage)
-RECORDS: Mapping[str, type[Event]] = {record.model_fields["kind"].default: record for record in _KINDS}
-"""Kind -> record."""
 
 
 class EventWriter:

@@ -32,6 +32,14 @@ def _masks(folder: Path) -> onnx.ModelProto:
     return build_unet(num_classes=1 + len(SHAPES), image_size=32, width=8)
 
 
+def _boxes(folder: Path) -> onnx.ModelProto:
+    from onward.flows.examples.pictures import OBJECTS, write_boxes
+    from onward.trainer.onnx_graph.examples.small_models import build_detector
+
+    write_boxes(folder)
+    return build_detector(num_classes=len(OBJECTS), image_size=96)
+
+
 def _two_heads(folder: Path) -> onnx.ModelProto:
     from onward.flows.examples.pictures import SHAPES, write_places
     from onward.trainer.onnx_graph.examples.small_models import build_two_heads
@@ -68,6 +76,7 @@ FOLDERS: Mapping[str, tuple[Callable[[Path], onnx.ModelProto], str]] = {
     "reviews": (_reviews, "a BERT classifier on a CSV file of texts, with its tokenizer"),
     "language": (_language, "GPT-2 on raw text, with its tokenizer"),
     "masks": (_masks, "a U-Net on images with masks"),
+    "boxes": (_boxes, "a detector in the form of YOLOv8 on photographs with boxes of COCO"),
     "table": (_table, "a regressor on a Parquet table with missing values"),
     "two-heads": (_two_heads, "a network with two outputs, and a loss for each"),
 }

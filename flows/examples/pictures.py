@@ -1,18 +1,22 @@
-"""Write image files for the examples: handwritten digits, and drawn shapes with their masks or places."""
+"""Write image files for the examples: handwritten digits, and drawn shapes with their masks, places or boxes."""
 
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SHAPES = {"circle": (200, 60, 60), "square": (60, 170, 60), "triangle": (60, 80, 200)}
 """Name -> its colour, where shapes have one each."""
+OBJECTS = {**SHAPES, "letter": (230, 200, 40)}
+"""What is drawn with boxes, likewise."""
+LETTERS = "ABEGHKMNRSW"
 EVALUATED = 5
 """Every fifth image is for evaluation."""
 
@@ -108,3 +112,63 @@ def write_places(folder: Path, *, rows: int = 5000, size: int = 32) -> None:
         drawing.image.save(folder / str(table[-1][0]), quality=90)
     with (folder / "train.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("image", "kind", "x", "y"), *table])
+
+
+def write_boxes(folder: Path, *, rows: int = 600, seed: int = 0) -> None:
+    """Write shapes and letters on parts of scikit-learn's two photographs as `images/*.jpg`, and their boxes as
+    `boxes.json`, in the form of COCO."""
+    from sklearn.datasets import load_sample_images
+
+    photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    random = np.random.default_rng(seed)
+    images = []
+    annotations: list[dict[str, object]] = []
+    (folder / "images").mkdir()
+    for number in range(rows):
+        width, height = (int(side) for side in random.integers(88, 129, 2))
+        photograph = photographs[int(random.integers(len(photographs)))]
+        x, y = (int(random.integers(0, most)) for most in (photograph.width - width, photograph.height - height))
+        image = photograph.crop((x, y, x + width, y + height))
+        # every eighth image has no object: it is background
+        for box, kind in _draw_objects(image, int(random.integers(1, 5)) * (number % 8 != 7), random):
+            category = list(OBJECTS).index(kind) + 1
+            annotations.append(
+                {"id": len(annotations) + 1, "image_id": number, "category_id": category, "bbox": box, "iscrowd": 0}
+            )
+        name = f"{number:04d}.jpg"
+        image.save(folder / "images" / name, quality=90)
+        images.append({"id": number, "file_name": name, "width": width, "height": height})
+    categories = [{"id": place, "name": name} for place, name in enumerate(OBJECTS, start=1)]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    (folder / "boxes.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def _draw_objects(
+    image: Image.Image, most: int, random: np.random.Generator
+) -> Iterator[tuple[tuple[int, int, int, int], str]]:
+    """Draw up to `most` objects that do not overlap; yield the box of each, x, y, width and height, and its kind."""
+    canvas = ImageDraw.Draw(image)
+    taken: list[tuple[int, int, int, int]] = []
+    for _ in range(most):
+        kind = str(random.choice(list(OBJECTS)))
+        side = int(random.integers(20, 57))
+        x, y = int(random.integers(0, image.width - side)), int(random.integers(0, image.height - side))
+        if any(abs(x - left) < max(side, other) and abs(y - top) < max(side, other) for left, top, other, _ in taken):
+            continue
+        taken.append((x, y, side, side))
+        colour = tuple(map(int, (OBJECTS[kind] + random.uniform(-40, 40, 3)).clip(0, 255)))
+        if kind == "letter":
+            yield _draw_letter(canvas, str(random.choice(list(LETTERS))), x, y, side, colour), kind
+        else:
+            _draw(canvas, kind, x + side / 2, y + side / 2, side / 2, colour)
+            yield (x, y, side, side), kind
+
+
+def _draw_letter(
+    canvas: ImageDraw.ImageDraw, letter: str, x: int, y: int, side: int, fill: tuple[int, ...]
+) -> tuple[int, int, int, int]:
+    """Draw a letter into a square; return its box."""
+    font = ImageFont.load_default(side)
+    left, top, right, bottom = canvas.textbbox((0, 0), letter, font=font)
+    canvas.text((x - left, y - top), letter, font=font, fill=fill)
+    return x, y, int(right - left), int(bottom - top)

@@ -128,6 +128,20 @@ def draw_scatter(pairs: Sequence[tuple[float, float]]) -> str:
     return _svg(figure)
 
 
+def draw_precisions(curves: Sequence[Sequence[float]]) -> str:
+    """Return precisions over recalls from 0 to 1, a line for each class; "" without a class."""
+    if not curves:
+        return ""
+    figure, axes = _figure()
+    for curve, colour in zip(curves, COLOURS, strict=False):
+        recalls = [place / (len(curve) - 1) for place in range(len(curve))]
+        axes.plot(recalls, curve, color=colour, linewidth=1.4)
+    axes.set_ylim(0, 1.03)
+    axes.set_xlabel("recall")
+    axes.set_ylabel("precision")
+    return _svg(figure)
+
+
 def draw_counts(counts: Sequence[int], edges: Sequence[float], label: str) -> str:
     """Return a histogram; "" without counts."""
     if not counts:

@@ -12,15 +12,17 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_counts, draw_scatter
+from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_counts, draw_precisions, draw_scatter
 from onward.flows.run_reports.reported_run import EVALUATION, RunFacts, settings_as_text
 from onward.flows.run_reports.summary import results, verdict
 from onward.flows.run_state.costs import cost_line
 from onward.flows.shown.terminal_tables import config_lines
+from onward.tasks.shown.object_tables import ObjectTable
 from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.diagnostics.difference import TensorChange
 from onward.trainer.quantities import duration, shown_size
 from onward.trainer.run.history import Series
+from onward.trainer.run.recorded.sample_records import LEAST_SCORE, ImageBox, Sample
 from onward.trainer.run.recorded.step_profile import other_rows, slowest_nodes
 from onward.trainer.run.timing.time_account import PARTS, TimeAccount
 
@@ -99,6 +101,9 @@ def page_of(facts: RunFacts) -> str:
         profile=profile_of(facts),
         residuals=_residuals(facts),
         losses=_losses_of_rows(facts),
+        precisions=[_precisions(table) for table in facts.objects],
+        pictures=pictures(facts),
+        least_score=LEAST_SCORE,
         changes=_changes(facts),
         environment=environment_rows(facts),
         changed=changed,
@@ -190,11 +195,61 @@ def _residuals(facts: RunFacts) -> list[Drawing]:
     ]
 
 
+def _precisions(table: ObjectTable) -> Drawing:
+    """Return the curves of precision and recall of the classes with the most objects."""
+    with_objects = [place for place, row in enumerate(table.classes) if row.objects]
+    most = sorted(with_objects, key=lambda place: -table.classes[place].objects)[: len(COLOURS)]
+    # in the order of the classes, by which the boxes of the images have their colours, too
+    shown = [table.classes[place] for place in sorted(most)]
+    svg = draw_precisions([row.curve for row in shown])
+    legend = [(row.name, colour) for row, colour in zip(shown, COLOURS, strict=False)]
+    return Drawing("Precision over recall", Markup(svg), legend, note="at an intersection over union of 0.50")
+
+
 def _losses_of_rows(facts: RunFacts) -> Drawing | None:
     if not facts.samples or not facts.samples.counts:
         return None
     svg = draw_counts(facts.samples.counts, facts.samples.edges, "loss of a row")
     return Drawing("Losses of single rows", Markup(svg), note=f"mean {facts.samples.mean:.4g}")
+
+
+# -- pictures
+
+Panels = dict[str, list[dict[str, str]]]
+"""Name of a panel -> its boxes, as the template draws them."""
+
+
+def pictures(facts: RunFacts) -> list[tuple[str, list[tuple[Sample, Panels]]]]:
+    """Return the images with boxes: a heading, and each image with what was found in it before and after."""
+    if facts.samples is None:
+        return []
+    groups = (("The greatest losses", facts.samples.worst), ("Drawn at random", facts.samples.ordinary))
+    found = []
+    for title, samples in groups:
+        with_boxes = [each for each in samples if each.objects is not None]
+        if with_boxes:
+            found.append((title, [(each, _panels(each, facts)) for each in with_boxes]))
+    return found
+
+
+def _panels(sample: Sample, facts: RunFacts) -> Panels:
+    found = {"before the training": sample.before, "after the training": sample.after}
+    # the greatest score last, so that it is drawn over the others
+    drawn = {name: (*(sample.objects or ()), *reversed(boxes)) for name, boxes in found.items()}
+    return {name: [_box(each, facts) for each in boxes] for name, boxes in drawn.items()}
+
+
+def _box(box: ImageBox, facts: RunFacts) -> dict[str, str]:
+    """Return a box as HTML draws it: the names of its CSS classes, its style and its text."""
+    x1, y1, x2, y2 = (min(max(corner, 0.0), 1.0) for corner in box.corners)
+    # a text that would lie outside of the image is put inside of the box, or aligned with its right side
+    is_weak = box.score is not None and box.score < LEAST_SCORE
+    places = {"object": box.score is None, "weak": is_weak, "top": y1 < 0.1, "bottom": y2 > 0.9, "right": x1 > 0.6}
+    place = f"left: {x1:.2%}; top: {y1:.2%}; width: {x2 - x1:.2%}; height: {y2 - y1:.2%}"
+    name = facts.class_name(box.of_class)
+    kind = " ".join(name for name, is_so in places.items() if is_so)
+    text = name if box.score is None else f"{name} {box.score:.2f}"
+    return {"kind": kind, "style": f"{place}; --of: {COLOURS[box.of_class % len(COLOURS)]}", "text": text}
 
 
 # -- tables

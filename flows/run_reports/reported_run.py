@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from onward.flows.run_state.run_index import State
 from onward.flows.run_state.run_status import ended_state, remarks_of
 from onward.flows.run_state.runs import is_running
 from onward.tasks.shown.class_tables import ClassTable
+from onward.tasks.shown.object_tables import ObjectTable
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.shards import ShardManifest
@@ -35,6 +36,7 @@ from onward.trainer.run.records import (
     RunIdentity,
     RuntimeReport,
     TrainResult,
+    read_record,
     record_if_written,
 )
 from onward.trainer.run.timing.time_account import TimeAccount, time_account
@@ -80,6 +82,7 @@ class RunFacts:
     runtime: RuntimeReport | None
     manifest: ShardManifest | None
     classes: Sequence[ClassTable]
+    objects: Sequence[ObjectTable]
     samples: Samples | None
     changes: Difference | None
     profiles: Sequence[StepProfile]
@@ -155,8 +158,6 @@ def read_facts(run: RunDir) -> RunFacts:
     now_ms = time.time_ns() // 1_000_000 if running else None
     manifest = read(run.shards / "manifest.json", ShardManifest)
     history = known("the event log", lambda: RunHistory.of(run.events), None)
-    tables = [read(path, ClassTable) for path in sorted(run.classes.glob("*classes.json"))]
-    classes = [table for table in tables if table]
     curves: dict[str, Series] = {}
     account: TimeAccount | None = None
     if history:
@@ -179,7 +180,8 @@ def read_facts(run: RunDir) -> RunFacts:
         rehearsal=read(run.rehearsal, Rehearsal),
         runtime=read(run.runtime, RuntimeReport),
         manifest=manifest,
-        classes=classes,
+        classes=_tables(run.classes.glob("*classes.json"), ClassTable, left_out),
+        objects=_tables(run.classes.glob("*objects.json"), ObjectTable, left_out),
         samples=read(samples_in(run.export), Samples),
         changes=read(changes_in(run.export), Difference),
         profiles=known("the profile", lambda: read_profiles(run), []),
@@ -187,6 +189,16 @@ def read_facts(run: RunDir) -> RunFacts:
         remarks=known("remarks on its records", lambda: remarks_of(run), ()),
         left_out=left_out,
     )
+
+
+def _tables(paths: Iterable[Path], kind: type[R], left_out: list[str]) -> list[R]:
+    found = []
+    for path in sorted(paths):
+        try:
+            found.append(read_record(path, kind))
+        except (OnwardError, OSError) as error:
+            left_out.append(str(error))
+    return found
 
 
 def _tokens_per_sample(run: RunDir, manifest: ShardManifest | None, left_out: list[str], *, is_text: bool) -> float:

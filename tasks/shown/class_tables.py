@@ -15,7 +15,7 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from onward.tasks.shown.markdown import table
 from onward.trainer.config.losses import titles
@@ -69,14 +69,13 @@ class ClassTable(Record):
         columns = [name for name in ClassRow.model_fields if name != "name"]
         rows = [[row.name, *(getattr(row, name) for name in columns)] for row in self.classes]
         counts = [[name, *row] for name, row in zip(names, self.confusion, strict=True)]
-        # the name of an output may have slashes
-        prefix = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', self.loss)}-" if self.loss else ""
+        prefix = prefix_of(self.loss)
         return {
             f"{prefix}classes.json": self.model_dump_json(indent=2),
-            f"{prefix}classes.csv": _csv([[self.of, *columns], *rows]),
-            f"{prefix}confusion.csv": _csv([["target \\ predicted", *names], *counts])
+            f"{prefix}classes.csv": as_csv([[self.of, *columns], *rows]),
+            f"{prefix}confusion.csv": as_csv([["target \\ predicted", *names], *counts])
             if self.of == "class"
-            else _csv([["label", *CELLS], *counts]),
+            else as_csv([["label", *CELLS], *counts]),
         }
 
     def markdown(self) -> str:
@@ -156,7 +155,16 @@ def class_names(run: RunDir, title: str, *, are_labels: bool = False) -> Sequenc
     return fitted.classes if fitted else []
 
 
-def write_tables(run: RunDir, tables: Iterable[ClassTable]) -> list[Path]:
+class Table(Protocol):
+    """A table of the classes of one loss."""
+
+    @property
+    def loss(self) -> str: ...
+    def files(self) -> dict[str, str]: ...
+    def markdown(self) -> str: ...
+
+
+def write_tables(run: RunDir, tables: Iterable[Table]) -> list[Path]:
     """Write the files of each table into the run directory; return their paths."""
     found = []
     for each in tables:
@@ -167,7 +175,14 @@ def write_tables(run: RunDir, tables: Iterable[ClassTable]) -> list[Path]:
     return found
 
 
-def _csv(rows: Iterable[Sequence[object]]) -> str:
+def prefix_of(loss: str) -> str:
+    """Return what the names of the files of a loss begin with; "" for the only loss."""
+    # the name of an output may have slashes
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', loss)}-" if loss else ""
+
+
+def as_csv(rows: Iterable[Sequence[object]]) -> str:
+    """Return rows as the content of a CSV file."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

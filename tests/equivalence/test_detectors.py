@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.events import read_events
+from onward.trainer.events import ObjectPrecision, read_events
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.losses.set_prediction import detections
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
@@ -98,7 +99,7 @@ def detector_run(
         {},
         data={**source, "image": boxes},
         loss=loss,
-        metrics=["map", "map_50"],
+        metrics=["map", "map_50", "map_small", "map_medium", "map_large"],
         # the last step has 4 rows, so that a second replica has none
         train={"num_epochs": 3, "global_batch_size": 8, "evaluation_period": 6, **(train or {})},
         checkpoint={"period": 4},
@@ -147,7 +148,7 @@ def test_every_layout_trains_what_one_rank_trains_with_the_same_map(
     for found, expected in zip(evaluations(run), evaluations(alone), strict=True):
         assert found.keys() == expected.keys()
         for name, number in found.items():
-            assert number == pytest.approx(expected[name], rel=2e-3, abs=2e-4), name
+            assert number == pytest.approx(expected[name], rel=2e-3, abs=2e-4, nan_ok=True), name
 
 
 def test_killed_and_resumed_it_has_the_same_bits(kind: str, data: Path, alone: RunDir, tmp_path: Path) -> None:
@@ -170,17 +171,53 @@ def test_the_precision_is_that_of_pycocotools_on_all_images(alone: RunDir) -> No
         scores, boxes = module(*batch.inputs)
     labels = batch.labels[0]
     assert labels is not None
-    measured = MeanAveragePrecision(backend="pycocotools")
+    measured = MeanAveragePrecision(backend="pycocotools", class_metrics=True)
     for found, own in zip(detections(scores, boxes, config.losses[0]), labels.reshape(len(labels), -1, 6), strict=True):
         there = own[own[:, 0] >= 0]
         measured.update(
-            [{"labels": found[:, 0].long(), "scores": found[:, 1], "boxes": found[:, 2:]}],
-            [{"labels": there[:, 0].long(), "boxes": there[:, 1:5]}],
+            [{"labels": found[:, 0].long(), "scores": found[:, 1], "boxes": found[:, 2:] * 48.0}],
+            [{"labels": there[:, 0].long(), "boxes": there[:, 1:5] * 48.0}],
         )
     wanted = measured.compute()
     first = evaluations(alone)[0]
-    assert first["evaluation/set_classes/map"] == pytest.approx(float(wanted["map"]), abs=1e-6)
-    assert first["evaluation/set_classes/map_50"] == pytest.approx(float(wanted["map_50"]), abs=1e-6)
+    for name in ("map", "map_50", "map_small"):
+        assert first[f"evaluation/set_classes/{name}"] == pytest.approx(float(wanted[name]), abs=1e-6), name
+    # there are no such objects
+    for name in ("map_medium", "map_large"):
+        assert float(wanted[name]) == -1
+        assert math.isnan(first[f"evaluation/set_classes/{name}"])
+    events = [event for event, _ in read_events(alone.events) if isinstance(event, ObjectPrecision)]
+    of_classes = events[0].classes
+    assert [each.of_class for each in of_classes] == wanted["classes"].tolist() == [0, 1]
+    assert [each.map for each in of_classes] == pytest.approx(wanted["map_per_class"].tolist(), abs=1e-6)
+    assert [each.map_large for each in of_classes] == [None, None]
+    counts = labels.reshape(-1, 6)[:, 0].long().tolist()
+    assert [each.objects for each in of_classes] == [counts.count(0), counts.count(1)]
+
+
+def test_the_curve_of_a_class_falls_where_a_better_score_is_wrong() -> None:
+    scores = torch.tensor([[[0.0, 2.0], [0.0, 3.0], [0.0, 1.0]]])  # one class, without a class for no object
+    boxes = torch.tensor([[[0.25, 0.25, 0.2, 0.2], [0.9, 0.9, 0.05, 0.05], [0.6, 0.6, 0.2, 0.2]]])
+    corners = torch.tensor([[0.15, 0.15, 0.35, 0.35], [0.5, 0.5, 0.7, 0.7]])
+    labels = torch.cat([torch.ones(2, 1), corners, torch.zeros(2, 1)], 1).reshape(1, -1)
+    loss = LossConfig(
+        name="set_classes", output=("a", "b"), scores="sigmoid", image_size=(320, 320), ignore_index=-100, label="l"
+    )
+    names = ("map_50", "map_small", "map_medium")
+    measured = EvaluationMetrics(
+        Losses([loss], ["a", "b"]), [MetricConfig(name=name) for name in names], device=torch.device("cpu")
+    )
+    scores[..., 0] = -9.0
+    measured.update([scores, boxes], [labels], 1)
+    values = measured.compute()
+    (row,) = [each for each in measured.precisions[""] if each.objects]
+    # the best score is wrong: the precision is 1/2 at a recall of 1/2, and 2/3 at 1, which also holds below
+    assert row.curve == [pytest.approx(2 / 3, abs=1e-4)] * 21
+    # the objects have 64 x 64 pixels, and the wrong box 16 x 16: it is none of medium size
+    assert (row.map_50, row.map_medium) == (pytest.approx(2 / 3), pytest.approx(1.0))
+    assert row.map_small is None
+    assert [values["map_50"], values["map_medium"]] == [pytest.approx(2 / 3), pytest.approx(1.0)]
+    assert math.isnan(values["map_small"])
 
 
 def precision(mpi: MPIContext) -> list[float]:
@@ -195,13 +232,13 @@ def precision(mpi: MPIContext) -> list[float]:
         boxes[image, 0] = torch.cat([first[0] + 0.22, torch.tensor([0.4, 0.38])])
         scores[image, 0, image % 3] = 4.0
     loss = LossConfig(name="set_classes", output=("logits", "boxes"), num_queries=5, ignore_index=-100, label="b")
-    metrics = [MetricConfig(name="map"), MetricConfig(name="map_50")]
+    metrics = [MetricConfig(name=name) for name in ("map", "map_50", "map_small")]
     measured = EvaluationMetrics(Losses([loss], ["logits", "boxes"]), metrics, device=torch.device("cpu"))
     for image in range(mpi.rank, 9, mpi.world_size):
         own = slice(image, image + 1)
         measured.update([scores[own], boxes[own]], [labels[own].flatten(1)], 1)
     values = measured.compute()
-    return [values["loss"], values["map"], values["map_50"]]
+    return [values["loss"], values["map"], values["map_50"], values["map_small"]]
 
 
 def test_all_ranks_have_the_precision_of_one() -> None:

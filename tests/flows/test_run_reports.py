@@ -16,6 +16,7 @@ from onward.flows.run_reports.page import page_of, time_rows
 from onward.flows.run_reports.report_api import report
 from onward.flows.run_reports.reported_run import read_facts
 from onward.flows.run_reports.summary import markdown
+from onward.tasks.shown.object_tables import ObjectRow, ObjectTable
 from onward.trainer.config.loading import build_config
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import Evaluated, EventWriter, Scalars
@@ -24,10 +25,11 @@ from onward.trainer.run.export_folder import samples_in
 from onward.trainer.run.history import Series
 from onward.trainer.run.outcomes.refusals import Refusal, refusal_in
 from onward.trainer.run.outcomes.run_ending import RunEnding
+from onward.trainer.run.recorded.sample_records import ImageBox, Sample
 from onward.trainer.run.recorded.step_profile import ProfileRow, StepProfile, record_of
 from onward.trainer.run.records import write_record
 from onward.trainer.run.timing.phases import phases
-from tests.support.report_runs import Page, reported_run
+from tests.support.report_runs import PIXEL, Page, reported_run
 
 SECTIONS = ["curves", "time", "attempts", "classes", "samples", "changes", "export", "environment", "configuration"]
 
@@ -158,6 +160,48 @@ def test_a_regression_shows_its_residuals(tmp_path: Path) -> None:
     assert "residuals" in page.sections
     assert "Predicted over target 50 rows" in page.text
     assert page.tags.count("svg") == 10
+
+
+def test_images_with_boxes_are_shown_before_and_after_the_training(tmp_path: Path) -> None:
+    run = reported_run(tmp_path / "run")
+    found = read_facts(run).samples
+    assert found is not None
+    objects = (ImageBox(of_class=1, corners=(0.1, 0.05, 0.5, 0.25)),)
+    boxes = (
+        ImageBox(of_class=1, corners=(0.1, 0.05, 0.5, 0.3), score=0.875),
+        ImageBox(of_class=0, corners=(-0.2, 0.5, 1.5, 1.0), score=0.125),
+    )
+    sample = Sample(row=7, loss=3.5, image=PIXEL, image_size=(8, 8), objects=objects, after=boxes)
+    ordinary = sample.model_copy(update={"row": 8, "loss": 0.5, "after": ()})
+    write_record(samples_in(run.export), found.model_copy(update={"worst": (sample,), "ordinary": (ordinary,)}))
+    page = Page(page_of(read_facts(run)))
+    for text in (
+        "The greatest losses one before the training one zero 0.12 one 0.88 after the training loss 3.5 , row 7",
+        "Drawn at random one before the training one after the training loss 0.5 , row 8",
+    ):
+        assert text in page.text
+    styles = [value for tag, name, value in page.attributes if (tag, name) == ("span", "style") and "left" in value]
+    assert styles[0] == "left: 10.00%; top: 5.00%; width: 40.00%; height: 20.00%; --of: #d1242f"
+    # what lies outside of the image is cut off
+    assert styles[2] == "left: 0.00%; top: 50.00%; width: 100.00%; height: 50.00%; --of: #1f6feb"
+    kinds = [value for tag, name, value in page.attributes if (tag, name) == ("span", "class") and "box" in value]
+    assert kinds[:4] == ["box object top", "box object top", "box weak bottom", "box top"]
+    # the pixels are in the page once for both files
+    assert [value for tag, name, value in page.attributes if (tag, name) == ("use", "href")] == ["#row-7", "#row-8"]
+
+
+def test_objects_have_a_table_and_curves(tmp_path: Path) -> None:
+    run = reported_run(tmp_path / "run")
+    precisions = {"map": 0.5, "map_50": 0.75, "map_small": None, "map_medium": 0.5, "map_large": 0.25}
+    rows = [ObjectRow(name=name, objects=4, curve=(1.0, 0.5, 0.0), **precisions) for name in ("<disc>", "square")]
+    rows.append(rows[0].model_copy(update={"name": "absent", "objects": 0}))
+    write_record(run.classes / "objects.json", ObjectTable(step=40, loss="", classes=tuple(rows)))
+    page = Page(page_of(read_facts(run)))
+    assert page.sections == [*SECTIONS[:4], "objects", *SECTIONS[4:]]
+    assert "<disc> 4 0.500 0.750 0.500 0.250 square 4 0.500" in page.text
+    # classes without objects have no curve
+    assert "Precision over recall <disc> square at an intersection over union of 0.50" in page.text
+    assert page.tags.count("svg") == 9
 
 
 def test_the_shares_of_the_time_are_a_hundred_percent(tmp_path: Path) -> None:

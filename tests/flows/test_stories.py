@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +17,11 @@ import psutil
 import pytest
 
 from onward.flows.examples.folders import CONFIGS, FOLDERS
+from onward.flows.examples.pictures import OBJECTS
 from onward.trainer.config.loading import load_config
+from onward.trainer.export.measuring.samples import MOST_PICTURES, NUM_ORDINARY
 from onward.trainer.run.directory import RunDir
+from tests.support.report_runs import Page
 from tests.support.workshop import Workshop, ranks_of, reached, until
 
 pytestmark = pytest.mark.usefixtures("only_servers")
@@ -36,6 +41,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
     "reviews": (Goal("accuracy", 0.95),),
     "language": (Goal("perplexity", 55.0, greatest=False),),
     "masks": (Goal("mean_iou", 0.85),),
+    "boxes": (Goal("map_50", 0.8),),
     "table": (Goal("r2", 0.85),),
     "two-heads": (Goal("kind/accuracy", 0.95), Goal("centre/mse", 0.02, greatest=False)),
 }
@@ -74,6 +80,33 @@ def test_an_example_reaches_its_metric(name: str, workshop: Workshop) -> None:
     assert run.info.status == "FINISHED"
     for goal in GOALS[name]:
         assert f"evaluation/{goal.metric}" in run.data.metrics
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(900)
+def test_the_report_of_a_detector_shows_what_it_finds(workshop: Workshop) -> None:
+    folder = workshop.root / "boxes"
+    workshop.onward("example", "boxes", str(folder))
+    facts = workshop.onward("run", str(folder / "boxes.toml"), "train.num_epochs=2", "monitor.report=true", limit_s=800)
+    run = RunDir(Path(facts["directory"]))
+    page = Page(run.report.read_text())
+    assert {"objects", "samples"} <= set(page.sections)
+    assert "left-out" not in page.sections
+    pixels = [value for tag, name, value in page.attributes if (tag, name) == ("image", "href")]
+    assert len(pixels) == MOST_PICTURES + NUM_ORDINARY
+    assert page.texts.count("before the training") == page.texts.count("after the training") == len(pixels)
+    kinds = [value for tag, name, value in page.attributes if (tag, name) == ("span", "class") and "box" in value]
+    # objects of the labels, and boxes that were found
+    assert 0 < sum("object" in kind for kind in kinds) < len(kinds)
+    assert any(re.fullmatch(rf"({'|'.join(OBJECTS)}) 0\.\d\d", text) for text in page.texts)
+    table = json.loads((run.classes / "objects.json").read_text())
+    assert [row["name"] for row in table["classes"]] == list(OBJECTS)
+    samples = json.loads((run.export / "samples.json").read_text())
+    content = json.loads((folder / "boxes.json").read_text())
+    numbers = {image["file_name"]: image["id"] for image in content["images"]}
+    for sample in (*samples["worst"], *samples["ordinary"]):
+        own = [each for each in content["annotations"] if each["image_id"] == numbers[Path(sample["where"]).name]]
+        assert [box["of_class"] + 1 for box in sample["objects"]] == [each["category_id"] for each in own]
 
 
 @pytest.mark.mpi
@@ -147,7 +180,7 @@ def test_an_example_is_written_whole_and_never_over_other_files(workshop: Worksh
 def test_an_example_is_the_same_each_time(tmp_path: Path) -> None:
     from onward.flows.examples.folders import write_example
 
-    for name in ("reviews", "language", "masks", "table"):
+    for name in ("reviews", "language", "masks", "boxes", "table"):
         folders = [write_example(name, tmp_path / place / name).parent for place in ("a", "b")]
         first, second = ({p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()} for folder in folders)
         assert first == second, name

@@ -24,6 +24,7 @@ from onward.trainer.events import (
     Heartbeat,
     Histogram,
     NonFiniteLoss,
+    ObjectPrecision,
     Scalars,
     Started,
     Times,
@@ -68,6 +69,21 @@ RECORDED = {
     Scalars: {"values": {"train/loss": 0.5, "train/mfu": math.inf}},
     Evaluated: {"values": {"evaluation/loss": 1e-05}},
     ConfusionMatrix: {"loss": "", "counts": [[[3, 1], [0, 2]]]},
+    ObjectPrecision: {
+        "loss": "",
+        "classes": [
+            {
+                "of_class": 1,
+                "objects": 3,
+                "map": 0.5,
+                "map_50": 0.75,
+                "map_small": 0.5,
+                "map_medium": None,
+                "map_large": None,
+                "curve": [1.0, 0.5],
+            }
+        ],
+    },
     Histogram: {"name": "weight/w", "counts": [1, 2], "edges": [-1.0, 0.0, 1.0]},
     NonFiniteLoss: {"text": "the evaluation loss is nan"},
     CheckpointSaved: {"path": "step-000000003"},

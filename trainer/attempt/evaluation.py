@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from onward.trainer.attempt.restore import Trained
 from onward.trainer.config.run_config import RunConfig
@@ -12,7 +12,15 @@ from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.distributed.mesh import ParallelDims
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.events import ConfusionMatrix, Evaluated, EventWriter, Heartbeat, NonFiniteLoss
+from onward.trainer.events import (
+    ClassPrecision,
+    ConfusionMatrix,
+    Evaluated,
+    EventWriter,
+    Heartbeat,
+    NonFiniteLoss,
+    ObjectPrecision,
+)
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.metrics.measures import Counts
 from onward.trainer.parallel.pipeline.engine import Pipeline
@@ -55,6 +63,7 @@ class Evaluation:
         """Return the metrics after a step, such as evaluation/loss, and write them as events."""
         metrics: dict[str, float] = {}
         confusion: Mapping[str, Counts] = {}
+        precisions: Mapping[str, Sequence[ClassPrecision]] = {}
         for prefixes in self._averages.in_turn():  # first the weights themselves, then their averages in their place
             totals = self._new_totals()
             with self._heartbeat.compiling():
@@ -66,11 +75,14 @@ class Evaluation:
                 text = f"the evaluation loss is {values['loss']:g}. {why}"
                 self._events.emit(NonFiniteLoss(step=step, text=text))
             metrics |= {f"{prefix}/{name}": value for prefix in prefixes for name, value in values.items()}
-            # that of the weights themselves, which come first
+            # those of the weights themselves, which come first
             confusion = confusion or totals.confusion
+            precisions = precisions or totals.precisions
         self._events.emit(Evaluated(step=step, values=metrics))
         for loss, counts in confusion.items():
             self._events.emit(ConfusionMatrix(step=step, loss=loss, counts=counts))
+        for loss, classes in precisions.items():
+            self._events.emit(ObjectPrecision(step=step, loss=loss, classes=classes))
         return metrics
 
     def _new_totals(self) -> EvaluationMetrics:

@@ -120,7 +120,7 @@ def _dense(roles: Mapping[str, int], *takes: str, by_level: bool = False, backgr
     """Return the rule of a detector with a grid."""
     return LossRule(
         "objects",
-        takes=("strides", *takes),
+        takes=("strides", "image_size", *takes),
         tasks=("objects",),
         metrics=("map", "map_50"),
         num_outputs=0,
@@ -180,7 +180,7 @@ LOSS_RULES: Mapping[LossName, LossRule] = {
     "info_nce": LossRule("none", takes=("temperature",), tasks=("matches",), num_outputs=2, compares_samples=True),
     "set_classes": LossRule(
         "objects",
-        takes=("scores", "num_queries", "alpha", "gamma"),
+        takes=("scores", "num_queries", "image_size", "alpha", "gamma"),
         tasks=("objects",),
         metrics=("map", "map_50"),
         num_outputs=2,

@@ -12,7 +12,7 @@ A metric reads the output and the labels of a loss as the loss does, and which m
     values     numbers: mae, rmse, r2, ...
     quantiles  several predicted quantiles of a number: pinball, coverage
     boxes      boxes (x1, y1, x2, y2): box_iou
-    objects    a set of boxes with class scores, for any number of objects: map, map_50
+    objects    a set of boxes with class scores, for any number of objects: map, map_50, ...
     sequences  scores of symbols at each time step, and shorter sequences of symbols: word_error_rate
     pairs      two embeddings of each row, alike or not: auroc of their similarity, pair_accuracy
     triplets   three embeddings of each row: triplet_accuracy
@@ -176,6 +176,15 @@ METRICS: Mapping[str, Metric] = {
         ("objects",),
         "greatest",
         library="MeanAveragePrecision",
+    ),
+    "map_small": Metric(
+        "as map, of objects of less than 32 x 32 pixels", ("objects",), "greatest", library="MeanAveragePrecision"
+    ),
+    "map_medium": Metric(
+        "as map, of objects of 32 x 32 to 96 x 96 pixels", ("objects",), "greatest", library="MeanAveragePrecision"
+    ),
+    "map_large": Metric(
+        "as map, of objects of more than 96 x 96 pixels", ("objects",), "greatest", library="MeanAveragePrecision"
     ),
     "pair_accuracy": Metric(
         "share of pairs whose cosine similarity is above the middle of loss.margin and 1 where they are alike, and not "

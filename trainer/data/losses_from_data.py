@@ -1,4 +1,5 @@
-"""Compute the settings of a loss that the data decides: "balanced" class weights, units of labels, axis of the classes.
+"""Compute the settings of a loss that the data decides: "balanced" class weights, units of labels, axis of the classes,
+size of the images.
 
 labels 0 0 0 1   ->   weights 4 / (2 x 3) = 0.67 and 4 / (2 x 1) = 2: every class has the same sum of weights, 2
 
@@ -17,7 +18,7 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.images.geometry import fitted_mask
 from onward.trainer.data.images.image_decoding import decode_mask
-from onward.trainer.data.images.image_inputs import Mask, masks
+from onward.trainer.data.images.image_inputs import Mask, image_inputs, masks
 from onward.trainer.data.label_units import standardised_columns, with_label_units
 from onward.trainer.data.schema.class_axis import find_class_axis
 from onward.trainer.data.schema.columns import BYTES, Array, Schema
@@ -32,7 +33,8 @@ FILES_AT_ONCE = 256
 def losses_from_data(
     data: DataConfig, losses: Sequence[LossConfig], rows: LabelledRows, signature: Signature
 ) -> tuple[LossConfig, ...]:
-    """Return the losses with numbers in place of "balanced" weights and of "standard" units of labels.
+    """Return the losses with numbers in place of "balanced" weights and of "standard" units of labels, and
+    with the size of the images of which boxes are labels.
 
     rows: the training data, or a sample of it. Raises ConfigError where it has no labels, and the errors of
     `with_label_units`.
@@ -42,13 +44,21 @@ def losses_from_data(
         if loss.class_weights == "balanced":
             weights = _weights(loss, rows, data, losses, signature)
             loss = loss.model_copy(update={"class_weights": weights})
+        if _awaits_image_size(loss) and (images := image_inputs(data, signature)):
+            height, width = images[0].size
+            loss = loss.model_copy(update={"image_size": (width, height)})
         completed.append(loss)
     return with_label_units(completed, rows)
 
 
 def take_from_data(losses: Sequence[LossConfig]) -> bool:
     """Return whether the data decides a setting of the losses."""
-    return any(loss.class_weights == "balanced" for loss in losses) or bool(standardised_columns(losses))
+    is_open = any(loss.class_weights == "balanced" or _awaits_image_size(loss) for loss in losses)
+    return is_open or bool(standardised_columns(losses))
+
+
+def _awaits_image_size(loss: LossConfig) -> bool:
+    return "image_size" in loss.rule.takes and loss.image_size is None
 
 
 def with_class_axes(losses: Sequence[LossConfig], columns: Schema, signature: Signature) -> tuple[LossConfig, ...]:

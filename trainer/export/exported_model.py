@@ -179,7 +179,7 @@ def export(
     )
     write_record(folder / "model.json", exported)
     if examines:
-        examine(opened, data, exported, samples, written.proto, folder)
+        examine(opened, data, exported, samples, (untrained, runner), written.proto, folder)
     return exported
 
 
@@ -251,17 +251,21 @@ def examine(
     data: EvaluationData,
     exported: ExportedModel,
     samples: WorstSamples | None,
+    runners: tuple[OnnxRunner, OnnxRunner],
     written: onnx.ModelProto,
     folder: Path,
 ) -> None:
     """Write what the report shows of an exported file beside its record: samples.json and changes.json.
 
-    written: what the file holds. An error is logged: the file is exported.
+    runners: of the file that came in and of the exported one. written: what the file holds. An error is logged: the
+    file is exported.
     """
     try:
         if samples is not None:
-            origins = _origins(opened, data, samples.worst_rows)
-            write_record(samples_in(folder), samples.record(exported.judged_by, origins))
+            origins = _origins(opened, data, samples.shown_rows)
+            before, after = (each.outputs_of for each in runners)
+            found = samples.record(exported.judged_by, origins, before=before, after=after)
+            write_record(samples_in(folder), found)
         # the original has about as many bytes
         if sum(file.stat().st_size for file in (exported.path, *exported.beside)) <= MOST_COMPARED_BYTES:
             write_record(changes_in(folder), compare(opened.source.path, exported.path, parsed_b=written))

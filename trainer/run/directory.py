@@ -51,7 +51,7 @@ Flow, tasks and ranks exchange files in this directory and nothing else. After e
         checkpoints/announced.json    CheckpointInfo of each verified checkpoint     checkpoint
         train.json              TrainResult                    train
         metrics.json            MetricsSummary                 monitor
-        classes/                classes.json, classes.csv, confusion.csv: the classes in the last evaluation    monitor
+        classes/                classes.json, confusion.csv, objects.csv, ...: the last evaluation    monitor
         packages.txt            the Python packages with their versions        init runtime
         cursor.json             how much of the event log is in MLflow          monitor
         tensorboard/, wandb/    views of the event log (`monitor.report_to`)    monitor

@@ -23,6 +23,7 @@ from onward.trainer.events import (
     Ended,
     Evaluated,
     Event,
+    ObjectPrecision,
     Scalars,
     Started,
     Times,
@@ -121,6 +122,8 @@ class RunHistory:
         """Also deleted ones."""
         self.confusions: dict[str, ConfusionMatrix] = {}
         """Output of a loss -> newest confusion matrix."""
+        self.precisions: dict[str, ObjectPrecision] = {}
+        """Name of a loss of detected objects -> newest precisions."""
         self._log = log
         self._offset = offset
         self._series = series
@@ -179,6 +182,8 @@ class RunHistory:
                 self._add_values(attempt, event)
             case ConfusionMatrix():
                 self.confusions[event.loss] = event
+            case ObjectPrecision():
+                self.precisions[event.loss] = event
             case CheckpointSaved():
                 self.checkpoints.append(event)
             case Times():

@@ -161,8 +161,7 @@ class OnnxRunner:
         for batch in self._data.batches():
             for start, stop in self._slices(batch.size):
                 labels = [None if each is None else each[start:stop] for each in batch.labels]
-                results = self.run([tensor[start:stop] for tensor in self._inputs_of(batch)])
-                outputs = [self._without_padding(each, stop - start) for each in results]
+                outputs = self.outputs_of(batch, start, stop)
                 metrics.update(outputs, labels, stop - start)
                 for each in also:
                     each(outputs, batch, start, stop)
@@ -174,11 +173,9 @@ class OnnxRunner:
 
     def difference_from(self, other: OnnxRunner, *, batches: int) -> float:
         """Return the greatest difference of the outputs from those of another runner, as `compare` measures it."""
-        found = [
-            output_difference(theirs, ours)[0]
-            for _, inputs, _ in self._samples(batches)
-            for theirs, ours in zip(other.run(inputs), self.run(inputs), strict=True)
-        ]
+        samples = (inputs for _, inputs, _ in self._samples(batches))
+        pairs = (pair for inputs in samples for pair in zip(other.run(inputs), self.run(inputs), strict=True))
+        found = [output_difference(theirs, ours)[0] for theirs, ours in pairs]
         return math.nan if any(map(math.isnan, found)) else max(found, default=math.nan)
 
     def row_totals(self) -> tuple[EvaluationMetrics, Tensor]:
@@ -189,8 +186,7 @@ class OnnxRunner:
         totals, metrics = [], self._data.new_metrics(self.outputs)
         for batch in self._data.batches():
             for start, stop in self._slices(batch.size):
-                results = self.run([tensor[start:stop] for tensor in self._inputs_of(batch)])
-                outputs = [self._without_padding(each, stop - start) for each in results]
+                outputs = self.outputs_of(batch, start, stop)
                 if any(not each.ndim or len(each) % (stop - start) for each in outputs):
                     raise ExportRefused("export.promote_if.confidence needs outputs with results for each row")
                 for row in range(stop - start):
@@ -215,6 +211,11 @@ class OnnxRunner:
             yield self.feed([tensor[:rows] for tensor in self._inputs_of(batch)], widened=False)
 
     # -- running
+
+    def outputs_of(self, batch: Batch, start: int, stop: int) -> list[Tensor]:
+        """Return the outputs of the rows [start, stop) of a batch, no more than one call takes, without repetitions."""
+        inputs = [tensor[start:stop] for tensor in self._inputs_of(batch)]
+        return [self._without_padding(each, stop - start) for each in self.run(inputs)]
 
     def run(self, inputs: Sequence[Tensor]) -> list[Array]:
         """Return the outputs [B, ...] for one batch, and use a fallback from now on if the runtime so far fails on it.

@@ -20,8 +20,10 @@ from torch import Tensor
 from onward.trainer.config.metric_names import Task
 from onward.trainer.config.sections.metrics import MetricConfig, metrics_of, task_of
 from onward.trainer.distributed.lists import gather_lists
+from onward.trainer.event_records import ClassPrecision
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.library_measure import LibraryMeasure
+from onward.trainer.model.metrics.mean_precision import MeanPrecision
 from onward.trainer.model.metrics.measured import Measured
 from onward.trainer.model.metrics.measures import CONFUSIONS, OWN, Confusion, Counts, LabelConfusion, Measure
 
@@ -54,6 +56,8 @@ class EvaluationMetrics:
         self.confusion: dict[str, Counts] = {}
         """After `compute`, of each loss with few classes or labels, if metrics are configured: its title, or "" if it
         is the only one, -> how many targets there are by [class][predicted class] or by [label][is][predicted]."""
+        self.precisions: dict[str, list[ClassPrecision]] = {}
+        """After `compute`, on rank 0: likewise, of each loss of detected objects."""
 
     @torch.no_grad()
     def update(self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int) -> None:
@@ -135,13 +139,15 @@ class EvaluationMetrics:
         each = [dict(zip(own.names, found, strict=True)) for own, found in zip(self._each, values, strict=True)]
         # the metrics of a single loss have no prefix
         titles = [""] if len(each) == 1 else self.losses.titles
-        self.confusion = {title: own.table for title, own in zip(titles, self._each, strict=True) if own.table}
+        titled = list(zip(titles, self._each, strict=True))
+        self.confusion = {title: own.table for title, own in titled if own.table}
+        self.precisions = {title: own.precisions for title, own in titled if own.precisions}
         if len(each) < 2:
             return each[0] if each else {}
         pairs = zip(self.losses.each, each, strict=True)
         loss = sum((own.config.weight * found["loss"] for own, found in pairs), start=0.0)
-        titled = zip(titles, each, strict=True)
-        return {"loss": loss} | {f"{title}/{name}": v for title, own in titled for name, v in own.items()}
+        named = zip(titles, each, strict=True)
+        return {"loss": loss} | {f"{title}/{name}": v for title, own in named for name, v in own.items()}
 
 
 class _LossMetrics:
@@ -150,12 +156,17 @@ class _LossMetrics:
     def __init__(self, loss: Loss, metrics: Sequence[MetricConfig], device: torch.device) -> None:
         self._loss = loss
         self._measures: list[tuple[Task, Measure]] = []
+        # the first metric of detected objects, whose results the others read
+        self._precision: MeanPrecision | None = None
         for metric in metrics_of(loss.config, metrics):
             task = task_of(metric, loss.config)
             assert task
             # metrics without an entry in OWN are those of torchmetrics
             library = partial(LibraryMeasure, task=task, ignore_index=loss.ignore_index)
-            self._measures.append((task, OWN.get(metric.name, library)(metric, device=device)))
+            measure: Measure = OWN.get(metric.name, library)(metric, device=device)
+            if isinstance(measure, MeanPrecision):
+                self._precision = measure.first = self._precision or measure
+            self._measures.append((task, measure))
         self.sizes: dict[Task, int] = dict.fromkeys((task for task, _ in self._measures), 0)
         """What is measured -> `Measured.size`; 0 as long as it is not known."""
         self._confusions: dict[Task, Confusion | LabelConfusion] = {}
@@ -170,6 +181,11 @@ class _LossMetrics:
         # of each term the number of targets (or of their weights), and the loss; fp64 counts exactly, and one NaN makes
         # a sum NaN
         self._totals = torch.zeros(2, loss.config.num_terms, dtype=torch.float64, device=device)
+
+    @property
+    def precisions(self) -> list[ClassPrecision]:
+        """The precision of each class of detected objects, once `values` was called; else []."""
+        return self._precision.classes if self._precision else []
 
     def update(self, outputs: Tensor | Sequence[Tensor], labels: Tensor | None, size: int) -> None:
         """Add one batch of `size` samples."""

@@ -3,8 +3,9 @@
 each rank      what was found in its images, and their objects, with a number for each image
 rank 0         all of them, sorted by these numbers, so that neither ranks nor batches matter
 
-Intersections over unions are the same in any unit, so that boxes in shares of the model's input will do. Crowds and
-difficult objects are neither missed nor found.
+All metrics of a loss are read from the results of the first one. Boxes are compared in the pixels of
+`loss.image_size`, by which objects are small, medium or large. Crowds and difficult objects are neither missed nor
+found.
 """
 
 from __future__ import annotations
@@ -22,18 +23,32 @@ from torch import Tensor
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED
 from onward.trainer.errors import ConfigError
+from onward.trainer.events import ClassPrecision
 from onward.trainer.extras import how_to_install
 from onward.trainer.model.metrics.library_measure import import_torchmetrics
 from onward.trainer.model.metrics.measured import Measured
 
+MOST_CLASSES = 100
+"""The most classes of which each has its precision."""
+RECALLS = slice(None, None, 5)
+"""Of the 101 recalls at which COCO measures precisions, those that a curve has."""
+FIRST_IOU, ALL_SIZES, MOST_FOUND = 0, 0, 2
+"""Places in torchmetrics' table of precisions: an intersection over union of 0.50, objects of all sizes, the 100 best
+detections of an image."""
+
 
 class MeanPrecision:
-    """The metrics `map`, over IoU 0.50 to 0.95, and `map_50`."""
+    """The metrics `map`, over IoU 0.50 to 0.95, `map_50`, and `map` of small, medium and large objects."""
 
     on_first_rank = True
 
     def __init__(self, metric: MetricConfig, device: torch.device) -> None:
         self.key = metric.key
+        self.classes: list[ClassPrecision] = []
+        """After `value`, of the first metric: the precision of each class; [] of more than MOST_CLASSES."""
+        self.first = self
+        """The metric of the same loss that keeps the detections."""
+        self._results: dict[str, Any] = {}
         self._name = metric.name
         self._device = device
         self._images = (dist.get_rank() if dist.is_initialized() else 0) << 32
@@ -43,29 +58,42 @@ class MeanPrecision:
         _check_library()
 
     def update(self, batch: Measured) -> None:
+        if self.first is not self:
+            return
         found, labels = batch.objects
         boxes = labels.reshape(len(labels), -1, BOX_NUMBERS)
+        size = torch.tensor(batch.config.image_size or (1, 1), dtype=torch.float64, device=labels.device).repeat(2)
         for image, own in enumerate(found):
             self._images += 1
             there = boxes[image][boxes[image][:, 0] >= 0]
-            self._found.append(self._numbered(own))
-            self._objects.append(self._numbered(there))
+            self._found.append(self._numbered(own[:, :2], own[:, 2:] * size))
+            self._objects.append(self._numbered(there[:, :1], there[:, 1:5] * size, there[:, 5:]))
 
-    def _numbered(self, rows: Tensor) -> Tensor:
+    def _numbered(self, *columns: Tensor) -> Tensor:
         # fp64 holds the numbers of images of all ranks
-        return torch.cat([rows.new_full((len(rows), 1), self._images, dtype=torch.float64), rows.double()], 1)
+        image = columns[0].new_full((len(columns[0]), 1), self._images, dtype=torch.float64)
+        return torch.cat([image, *(each.double() for each in columns)], 1)
 
     def sums(self, size: int) -> list[Tensor]:
         return []
 
     def lists(self) -> list[Tensor]:
+        if self.first is not self:
+            return []
         empty = torch.empty(0, 7, dtype=torch.float64, device=self._device)
         return [torch.cat([empty, *self._found]), torch.cat([empty, *self._objects])]
 
     def value(self, sums: Sequence[list[float]], lists: Sequence[Tensor], size: int) -> float:
-        found, objects = (rows.cpu().reshape(-1, 7) for rows in lists)
+        if self.first is self:
+            self._measure(*(rows.cpu().reshape(-1, 7) for rows in lists))
+        result = float(self.first._results.get(self._name, math.nan))
+        # -1: there is no object that counts
+        return math.nan if result < 0 else result
+
+    def _measure(self, found: Tensor, objects: Tensor) -> None:
+        """Compute the results of all metrics, and the precision of each class."""
         if found.isnan().any():
-            return math.nan
+            return
         predictions: list[dict[str, Tensor]] = []
         targets: list[dict[str, Tensor]] = []
         for image in sorted({*found[:, 0].tolist(), *objects[:, 0].tolist()}):
@@ -75,13 +103,38 @@ class MeanPrecision:
             is_left_out = (there[:, 6] != COUNTED).long()
             targets.append({"labels": there[:, 1].long(), "boxes": there[:, 2:6], "iscrowd": is_left_out})
         if not predictions:
-            return math.nan
-        measured = _library().MeanAveragePrecision(backend="pycocotools", sync_on_compute=False)
+            return
+        measured = _library().MeanAveragePrecision(backend="pycocotools", sync_on_compute=False, extended_summary=True)
         measured.update(predictions, targets)
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints a table
-            result = float(measured.compute()[self._name])
-        # -1: there is no object that counts
-        return math.nan if result < 0 else result
+            self._results = measured.compute()
+        # [] where only one class is known
+        classes = self._results["classes"].reshape(-1).tolist()
+        if len(classes) <= MOST_CLASSES:
+            counted = objects[objects[:, 6] == COUNTED][:, 1].tolist()
+            self.classes = [self._of_class(each, place, counted.count(each)) for place, each in enumerate(classes)]
+
+    def _of_class(self, of_class: int, place: int, objects: int) -> ClassPrecision:
+        """Return the precision of one class. place: its place in torchmetrics' table."""
+        # [overlaps, recalls, sizes]; -1 where there are no objects
+        precisions = self._results["precision"][:, :, place, :, MOST_FOUND]
+        whole, small, medium, large = (_mean(precisions[:, :, size]) for size in range(4))
+        return ClassPrecision(
+            of_class=of_class,
+            objects=objects,
+            map=whole,
+            map_50=_mean(precisions[FIRST_IOU, :, ALL_SIZES]),
+            map_small=small,
+            map_medium=medium,
+            map_large=large,
+            curve=[round(max(each, 0.0), 4) for each in precisions[FIRST_IOU, RECALLS, ALL_SIZES].tolist()],
+        )
+
+
+def _mean(precisions: Tensor) -> float | None:
+    """Return the mean, without the entries -1 of absent objects; None if there are no others."""
+    known = precisions[precisions >= 0]
+    return float(known.mean()) if len(known) else None
 
 
 def _library() -> Any:

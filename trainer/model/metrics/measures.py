@@ -315,7 +315,6 @@ OWN: dict[str, type[SumMeasure | Retrieval | MeanPrecision]] = {
     "pair_accuracy": PairAccuracy,
     "triplet_accuracy": TripletAccuracy,
     "retrieval_accuracy": Retrieval,
-    "map": MeanPrecision,
-    "map_50": MeanPrecision,
+    **dict.fromkeys(("map", "map_50", "map_small", "map_medium", "map_large"), MeanPrecision),
 }
 """Metric -> what computes it; all others are of torchmetrics (library_measure.py)."""

@@ -16,6 +16,11 @@ from onnx import TensorProto
 from onward.trainer.onnx_graph.examples.reference_models import layer_norm, linear
 from onward.trainer.onnx_graph.node_builder import Array, GraphWriter
 
+DETECTOR_STRIDES = (8, 16, 32)
+"""Pixels from one cell to the next, of the levels of the detector."""
+DISTANCE_BINS = 16
+"""Logits for each distance of its boxes."""
+
 
 def build_resnet18(*, num_classes: int, image_size: int, width: int = 64, seed: int = 0) -> onnx.ModelProto:
     """Build ResNet-18: `image` [batch, 3, image_size, image_size] -> `logits` [batch, num_classes].
@@ -106,6 +111,83 @@ def build_two_heads(*, num_classes: int, image_size: int, width: int = 16, seed:
     features = channels * (image_size // 8) ** 2
     x = g.op("Relu", _gemm(g, g.op("Flatten", x), "trunk", features, 64))
     return _with_heads(g, x, 64, {"kind": ("kind", num_classes), "centre": ("centre", 2)})
+
+
+def build_detector(*, num_classes: int, image_size: int, width: int = 16, seed: int = 0) -> onnx.ModelProto:
+    """Build a detector in the form of YOLOv8: `images` [batch, 3, S, S] -> `output0` [batch, 4 + num_classes, cells].
+
+    S is a multiple of 32. Each cell of strides 8, 16 and 32 predicts the centre and size of a box in pixels, and the
+    probability of each class. The raw outputs [batch, 64 + num_classes, S / stride, S / stride], from which these are
+    computed, are `raw8`, `raw16` and `raw32`: 16 logits for the distance to each side of the box, and the classes.
+
+    images - stem - stage8 - stage16 - stage32
+                      |         |         |
+                    raw8      raw16     raw32    box and class branches of two convolutions each
+                      \\         |        /
+                       joined: softmax of distances, corners, sigmoid of classes - output0
+    """
+    g = GraphWriter("detector", seed=seed)
+    x = _silu(g, g.input("images", ("batch", 3, image_size, image_size)), "stem.0", 3, width, stride=2)
+    x = _silu(g, x, "stem.1", width, width, stride=2)
+    raw, channels = [], width
+    for stride in DETECTOR_STRIDES:
+        x = _silu(g, x, f"stage{stride}.0", channels, 2 * width, stride=2)
+        x = _silu(g, x, f"stage{stride}.1", 2 * width, 2 * width)
+        channels = 2 * width
+        # few cells have an object: at the beginning each class has a probability of 1 %
+        parts = {"box": (4 * DISTANCE_BINS, 1.0), "class": (num_classes, math.log(0.01))}
+        found = [_raw_branch(g, x, f"{part}{stride}", channels, *sizes) for part, sizes in parts.items()]
+        raw.append(g.op("Concat", *found, axis=1, outputs=f"raw{stride}"))
+    _decoded(g, raw, num_classes, image_size)
+    cells = sum((image_size // stride) ** 2 for stride in DETECTOR_STRIDES)
+    g.output("output0", ("batch", 4 + num_classes, cells))
+    return g.model()
+
+
+def _silu(g: GraphWriter, x: str, name: str, inputs: int, outputs: int, stride: int = 1) -> str:
+    shape = (outputs, inputs, 3, 3)
+    x = _conv_norm(g, x, f"{name}.conv", f"{name}.bn", shape, strides=[stride, stride])
+    return g.op("Mul", x, g.op("Sigmoid", x))
+
+
+def _raw_branch(g: GraphWriter, x: str, name: str, inputs: int, outputs: int, bias: float) -> str:
+    """Add a 3x3 convolution and one of 1x1 with a bias that begins at one number: the raw outputs of a level."""
+    x = _silu(g, x, f"{name}.0", inputs, inputs)
+    weight = g.weight(f"{name}.1.weight", g.normal(0.01, outputs, inputs, 1, 1))
+    return g.op("Conv", x, weight, g.weight(f"{name}.1.bias", np.full(outputs, bias, np.float32)), kernel_shape=[1, 1])
+
+
+def _decoded(g: GraphWriter, raw: list[str], num_classes: int, image_size: int) -> None:
+    """Add what computes boxes and probabilities from raw outputs: `output0`."""
+    flat = g.weight("flat", [0, 4 * DISTANCE_BINS + num_classes, -1])
+    joined = g.op("Concat", *(g.op("Reshape", each, flat) for each in raw), axis=2)
+    sizes = g.weight("box_and_class", [4 * DISTANCE_BINS, num_classes])
+    distances, classes = "distances", "classes"
+    g.op("Split", joined, sizes, axis=1, outputs=[distances, classes])
+    # the mean of the numbers 0 .. 15 under the softmax of their logits, in cells
+    bins = g.op("Softmax", g.op("Reshape", distances, g.weight("by_side", [0, 4, DISTANCE_BINS, -1])), axis=2)
+    numbers = g.weight("bins", np.arange(DISTANCE_BINS, dtype=np.float32).reshape(1, 1, -1, 1))
+    means = g.op("ReduceSum", g.op("Mul", bins, numbers), g.weight("bin_axis", [2]), keepdims=0)
+    g.op("Split", means, axis=1, num_outputs=2, outputs=["left_top", "right_bottom"])
+    points, strides = _cells(image_size)
+    centres = g.weight("points", points)
+    first = g.op("Sub", centres, "left_top")
+    last = g.op("Add", centres, "right_bottom")
+    centre = g.op("Mul", g.op("Add", first, last), g.weight("half", 0.5))
+    boxes = g.op("Concat", centre, g.op("Sub", last, first), axis=1)
+    in_pixels = g.op("Mul", boxes, g.weight("strides", strides))
+    g.op("Concat", in_pixels, g.op("Sigmoid", classes), axis=1, outputs="output0")
+
+
+def _cells(image_size: int) -> tuple[Array, Array]:
+    """Return the centres of all cells, in cells of their level, [1, 2, cells], and their strides, [1, 1, cells]."""
+    points, strides = [], []
+    for stride in DETECTOR_STRIDES:
+        side = image_size // stride
+        y, x = np.mgrid[:side, :side] + 0.5
+        points.append(np.stack([x.ravel(), y.ravel()]))
+        strides.append(np.full(side * side, stride))
+    return np.hstack(points)[None].astype(np.float32), np.hstack(strides)[None, None].astype(np.float32)
 
 
 def build_bert(

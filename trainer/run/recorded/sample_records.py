@@ -1,10 +1,23 @@
-"""Samples: the evaluation rows on which the exported file is worst, and the residuals of a regression."""
+"""Samples: the evaluation rows on which the exported file is worst, boxes of images, residuals of a regression."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from onward.trainer.run.records import Record
+
+LEAST_SCORE = 0.25
+"""Boxes with a lower score are kept where there are fewer boxes than objects of the labels."""
+
+
+class ImageBox(Record):
+    """An object of the labels, or a box that a file has found in an image."""
+
+    of_class: int
+    corners: tuple[float, float, float, float]
+    """x1, y1, x2, y2, in shares of the image."""
+    score: float | None = None
+    """None of an object of the labels."""
 
 
 class Sample(Record):
@@ -27,6 +40,14 @@ class Sample(Record):
     """Input or column of the data -> its value as text, shortened."""
     image: str = ""
     """Its image in the size in which the model reads it: a PNG file in base64; "" without an image."""
+    image_size: tuple[int, int] = (0, 0)
+    """Width and height of that PNG file."""
+    objects: tuple[ImageBox, ...] | None = None
+    """Of images with boxes: the objects of the labels; None for all other data."""
+    before: tuple[ImageBox, ...] = ()
+    """What the file that came in has found, the greatest score first."""
+    after: tuple[ImageBox, ...] = ()
+    """What the exported file has found, likewise."""
 
 
 class Samples(Record):
@@ -42,6 +63,8 @@ class Samples(Record):
     """Why the losses of the others are not known; "" if all are."""
     worst: tuple[Sample, ...] = ()
     """Those with the greatest loss, the greatest first."""
+    ordinary: tuple[Sample, ...] = ()
+    """Of images with boxes: some of the others, drawn at random."""
     mean: float = 0.0
     """Of the losses of the rows."""
     counts: tuple[int, ...] = ()

@@ -10,19 +10,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor
 
 from onward.trainer.__main__ import evaluation_data
+from onward.trainer.data.batches.batches import Batch
 from onward.trainer.export.exported_model import _origins, _worst_samples
 from onward.trainer.export.measuring import samples as module
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
-from onward.trainer.export.measuring.samples import MOST_SHOWN, WorstSamples
+from onward.trainer.export.measuring.samples import MOST_PICTURES, MOST_SHOWN, NUM_ORDINARY, WorstSamples
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.run_as_read import RunAsRead
+from onward.trainer.model.metrics.measured import Measured
 from onward.trainer.run.directory import read_config
-from onward.trainer.run.recorded.sample_records import Samples
+from onward.trainer.run.recorded.sample_records import LEAST_SCORE, Samples
+from tests.equivalence.test_detectors import detector_run
 from tests.support.graphs import tiny_conv_net, tiny_mlp, tiny_transformer, tiny_two_outputs
 from tests.support.runs import make_run, tiny_images, tiny_text
+from tests.trainer.data.images.test_boxes import annotate, pictures
 
 
 def examined(folder: Path, proto: Any, columns: Any, **sections: Any) -> tuple[Samples, dict[str, float]]:
@@ -131,9 +137,50 @@ def test_pictures_have_their_own_colours_and_rows_their_files(tmp_path: Path) ->
     runner = OnnxRunner(ModelFile.read(opened.source.path), data)
     samples = _worst_samples(opened, data.new_metrics(runner.outputs).losses, data.rows)
     runner.evaluate(samples.add)
-    found = samples.record(runner.runtime, _origins(opened, data, samples.worst_rows))
+    found = samples.record(runner.runtime, _origins(opened, data, samples.shown_rows))
     assert found.worst
     for sample in found.worst:
         name = ("blue", "red")[int(sample.target or 0)]
         assert Image.open(io.BytesIO(base64.b64decode(sample.image))).getpixel((3, 3)) == colours[name]
         assert Path(sample.where).parent.name == name, sample.where
+
+
+def test_images_with_boxes_show_objects_and_what_each_file_finds(tmp_path: Path) -> None:
+    annotate(tmp_path, pictures(tmp_path, 60))
+    run = detector_run(tmp_path / "run", tmp_path)
+    opened = RunAsRead.of(run)
+    data = evaluation_data(run, opened=opened)
+    runner = OnnxRunner(ModelFile.read(opened.source.path), data)
+    losses = data.new_metrics(runner.outputs).losses
+    assert data.rows is not None
+    samples = _worst_samples(opened, losses, data.rows)
+    runner.evaluate(samples.add)
+
+    def nothing(batch: Batch, start: int, stop: int) -> list[Tensor]:
+        return [torch.zeros_like(each) for each in runner.outputs_of(batch, start, stop)]
+
+    found = samples.record(runner.runtime, before=nothing, after=runner.outputs_of)
+    # also images without objects have a loss
+    assert found.num_rows == data.rows.num_rows
+    assert (len(found.worst), len(found.ordinary)) == (MOST_PICTURES, NUM_ORDINARY)
+    shown = [*found.worst, *found.ordinary]
+    assert len({sample.row for sample in shown}) == len(shown)
+    assert sorted(samples.shown_rows) == sorted(sample.row for sample in shown)
+    for sample in shown:
+        batch = next(each for each in data.batches() if sample.row in each.rows)
+        place = batch.rows.tolist().index(sample.row)
+        own_labels = batch.labels[0]
+        assert own_labels is not None
+        wanted = [row for row in own_labels[place].reshape(-1, 6).tolist() if row[0] >= 0]
+        assert sample.objects is not None
+        assert [[box.of_class, *box.corners] for box in sample.objects] == [
+            pytest.approx(row[:5], abs=1e-4) for row in wanted
+        ]
+        outputs = runner.outputs_of(batch, place, place + 1)
+        boxes = Measured(losses.each[0], outputs, own_labels[place : place + 1], task="objects").objects[0][0]
+        best = [pytest.approx(score, abs=1e-5) for score in boxes[:, 1].tolist()]
+        assert [box.score for box in sample.after] == best[: len(sample.after)]
+        assert len(sample.after) == max(len(wanted), int((boxes[:, 1] >= LEAST_SCORE).sum()))
+        # equal scores of two classes and of no object
+        assert [box.score for box in sample.before] == [pytest.approx(1 / 3)] * 6
+        assert Image.open(io.BytesIO(base64.b64decode(sample.image))).size == sample.image_size == (48, 48)

@@ -125,6 +125,7 @@ def write_boxes(folder: Path, *, rows: int = 600, seed: int = 0) -> None:
     annotations: list[dict[str, object]] = []
     (folder / "images").mkdir()
     for number in range(rows):
+        # of different sizes, so that the borders of data.image.resize "pad" move the boxes
         width, height = (int(side) for side in random.integers(88, 129, 2))
         photograph = photographs[int(random.integers(len(photographs)))]
         x, y = (int(random.integers(0, most)) for most in (photograph.width - width, photograph.height - height))
@@ -153,6 +154,7 @@ def _draw_objects(
         kind = str(random.choice(list(OBJECTS)))
         side = int(random.integers(20, 57))
         x, y = int(random.integers(0, image.width - side)), int(random.integers(0, image.height - side))
+        # a hidden object would be a label that nobody can find
         if any(abs(x - left) < max(side, other) and abs(y - top) < max(side, other) for left, top, other, _ in taken):
             continue
         taken.append((x, y, side, side))
@@ -169,6 +171,7 @@ def _draw_letter(
 ) -> tuple[int, int, int, int]:
     """Draw a letter into a square; return its box."""
     font = ImageFont.load_default(side)
+    # the box of what is drawn, which is smaller than the line of the font
     left, top, right, bottom = canvas.textbbox((0, 0), letter, font=font)
     canvas.text((x - left, y - top), letter, font=font, fill=fill)
     return x, y, int(right - left), int(bottom - top)

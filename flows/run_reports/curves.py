@@ -136,6 +136,7 @@ def draw_precisions(curves: Sequence[Sequence[float]]) -> str:
     for curve, colour in zip(curves, COLOURS, strict=False):
         recalls = [place / (len(curve) - 1) for place in range(len(curve))]
         axes.plot(recalls, curve, color=colour, linewidth=1.4)
+    # lines at 1 stay visible below the upper border
     axes.set_ylim(0, 1.03)
     axes.set_xlabel("recall")
     axes.set_ylabel("precision")

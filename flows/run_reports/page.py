@@ -243,6 +243,7 @@ def _box(box: ImageBox, facts: RunFacts) -> dict[str, str]:
     """Return a box as HTML draws it: the names of its CSS classes, its style and its text."""
     x1, y1, x2, y2 = (min(max(corner, 0.0), 1.0) for corner in box.corners)
     # a text that would lie outside of the image is put inside of the box, or aligned with its right side
+    # the template draws it faintly, so that it is not taken for a detection
     is_weak = box.score is not None and box.score < LEAST_SCORE
     places = {"object": box.score is None, "weak": is_weak, "top": y1 < 0.1, "bottom": y2 > 0.9, "right": x1 > 0.6}
     place = f"left: {x1:.2%}; top: {y1:.2%}; width: {x2 - x1:.2%}; height: {y2 - y1:.2%}"

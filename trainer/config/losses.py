@@ -15,11 +15,11 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from onward.trainer.config.loss_rules import LOSS_RULES, LossName, LossRule
 from onward.trainer.config.named_files import NamedFile, named_file
-from onward.trainer.config.section import NonNegativeInt, Section
+from onward.trainer.config.section import Length, NonNegativeInt, Section
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 
@@ -95,7 +95,7 @@ class LossConfig(Section):
     focal loss (Deformable DETR)."""
     num_queries: NonNegativeInt = 0
     """set_classes: the boxes that the model predicts for each image; 0 = as its file says."""
-    image_size: tuple[PositiveInt, PositiveInt] | None = None
+    image_size: tuple[Length, Length] | None = None
     """set_classes and losses of a grid: width and height of an image in the pixels by which the metrics map_small,
     map_medium and map_large divide objects; not set = those of the model's input."""
     strides: tuple[PositiveFloat, ...] = ()

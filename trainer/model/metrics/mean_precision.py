@@ -58,6 +58,7 @@ class MeanPrecision:
         _check_library()
 
     def update(self, batch: Measured) -> None:
+        # the detections are kept and gathered once, not once for each metric
         if self.first is not self:
             return
         found, labels = batch.objects
@@ -108,9 +109,10 @@ class MeanPrecision:
         measured.update(predictions, targets)
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints a table
             self._results = measured.compute()
-        # [] where only one class is known
+        # a scalar where only one class is known
         classes = self._results["classes"].reshape(-1).tolist()
         if len(classes) <= MOST_CLASSES:
+            # classes that were found but are in no label have a row without objects
             counted = objects[objects[:, 6] == COUNTED][:, 1].tolist()
             self.classes = [self._of_class(each, place, counted.count(each)) for place, each in enumerate(classes)]
 

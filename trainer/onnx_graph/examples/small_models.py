@@ -134,7 +134,7 @@ def build_detector(*, num_classes: int, image_size: int, width: int = 16, seed: 
         x = _silu(g, x, f"stage{stride}.0", channels, 2 * width, stride=2)
         x = _silu(g, x, f"stage{stride}.1", 2 * width, 2 * width)
         channels = 2 * width
-        # few cells have an object: at the beginning each class has a probability of 1 %
+        # few cells have an object: at the beginning each class has a probability of 1 %, and the bins equal shares
         parts = {"box": (4 * DISTANCE_BINS, 1.0), "class": (num_classes, math.log(0.01))}
         found = [_raw_branch(g, x, f"{part}{stride}", channels, *sizes) for part, sizes in parts.items()]
         raw.append(g.op("Concat", *found, axis=1, outputs=f"raw{stride}"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,10 @@ from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.metrics.library_measure import import_torchmetrics
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.proposal.detectors.dense_head import recognise
+from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs
 from onward.trainer.run.directory import RunDir, read_config
+from tests.support.detectors import HEADS, detector_file
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_bits, final_tensors, make_run, train_run, train_until
 from tests.trainer.data.images.test_boxes import annotate, pictures
@@ -78,7 +83,23 @@ def grid_model(size: int = 48, classes: int = 2) -> onnx.ModelProto:
     return g.model()
 
 
-DETECTORS = {"set": (set_model, LOSSES), "yolov5": (grid_model, GRID_LOSS)}
+def recognised(family: str) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
+    """The file of a small detector, and the loss that `onward init` finds in it."""
+    model = detector_file(family)
+    raw = find_raw_outputs(model, Path())
+    assert raw
+    head = recognise(raw)
+    assert head
+    loss = head.loss
+    return model, [{key: getattr(loss, key) for key in ("name", "output", "strides", "anchors")}]
+
+
+DETECTORS: dict[str, Callable[[], tuple[onnx.ModelProto, list[dict[str, Any]]]]] = {
+    "set": lambda: (set_model(), LOSSES),
+    "yolov5": lambda: (grid_model(), GRID_LOSS),
+}
+DETECTORS |= {f"file of {family}": partial(recognised, family) for family in HEADS}
+QUICK = ("set", "yolov5", "file of yolov8")
 
 
 def detector_run(
@@ -92,10 +113,10 @@ def detector_run(
 ) -> RunDir:
     source = {"source": str(data / "images"), "label": "boxes", "evaluation_fraction": 0.3}
     boxes = {"boxes": "../annotations.json", "resize": "stretch", "augment": {"flip": (0.5, 0.5)}, **(image or {})}
-    model, loss = DETECTORS[kind]
+    model, loss = DETECTORS[kind]()
     return make_run(
         folder,
-        model(),
+        model,
         {},
         data={**source, "image": boxes},
         loss=loss,
@@ -119,7 +140,9 @@ def evaluations(run: RunDir) -> list[dict[str, float]]:
     return [dict(event.values) for event, _ in read_events(run.events) if event.kind == "evaluation"]
 
 
-@pytest.fixture(scope="module", params=DETECTORS)
+@pytest.fixture(
+    scope="module", params=[kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in DETECTORS]
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -202,9 +202,9 @@ def detector_file(family: str) -> onnx.ModelProto:
             content,
             dynamo=False,
             opset_version=17,
-            input_names=["images"],
+            input_names=["image"],
             output_names=names,
-            dynamic_axes={name: {0: "batch"} for name in ("images", *names)},
+            dynamic_axes={name: {0: "batch"} for name in ("image", *names)},
         )
     return onnx.load_from_string(content.getvalue())
 

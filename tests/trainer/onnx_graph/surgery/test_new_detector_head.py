@@ -52,13 +52,13 @@ def test_the_file_computes_its_boxes_as_before_and_has_other_classes(family: str
     assert (head.loss.name, head.loss.outputs, head.num_classes) == (family, outputs, classes)
     # boxes of the same image; those of CenterNet are chosen by scores
     if family in ("fcos", "retinanet", "ssd"):
-        before, after = (open_session(each).run(["boxes"], {"images": IMAGE})[0] for each in (model, other))
+        before, after = (open_session(each).run(["boxes"], {"image": IMAGE})[0] for each in (model, other))
         np.testing.assert_array_equal(before, after)
     elif family in ("yolov5", "yolox"):
-        before, after = (open_session(each).run(["found"], {"images": IMAGE})[0][..., :5] for each in (model, other))
+        before, after = (open_session(each).run(["found"], {"image": IMAGE})[0][..., :5] for each in (model, other))
         np.testing.assert_allclose(before, after, rtol=1e-6)
     elif family == "yolov8":
-        before, after = (open_session(each).run(["found"], {"images": IMAGE})[0][:, :4] for each in (model, other))
+        before, after = (open_session(each).run(["found"], {"image": IMAGE})[0][:, :4] for each in (model, other))
         np.testing.assert_array_equal(before, after)
 
 

@@ -215,9 +215,10 @@ class Heartbeat:
         self._traceback = traceback or sys.stderr
         self.beat()
 
-    def beat(self, step: int | None = None) -> None:
-        """Call at least once in every step, evaluation batch and checkpoint file."""
+    def beat(self, step: int | None = None, *, longest_step_s: float = 0.0) -> None:
+        """Call at least once in every step, evaluation batch and checkpoint file. longest_step_s: of the last steps."""
         if step is not None:
+            self.longest_step_s = longest_step_s
             self.step = step
             self._first_step = step if self._first_step is None else self._first_step
         limit_s = self._limit_s()

@@ -140,8 +140,7 @@ def train(
         step = state.step + 1
         size = min(config.train.global_batch_size, num_samples - state.samples_seen)  # the last step may be smaller
         heartbeat.new_shapes = size < config.train.global_batch_size
-        heartbeat.longest_step_s = clock.begin_step()
-        heartbeat.beat(step)
+        heartbeat.beat(step, longest_step_s=clock.begin_step())
         checkpoints.poll()  # the one that is being written in the background
         # equal on tensor-parallel ranks, which compute the same activations between regions and must drop the same ones
         reseed = partial(torch.manual_seed, dropout_seed(config.train.seed, step, mpi.rank // dims.tensor))
@@ -166,16 +165,15 @@ def train(
                     save=checkpoints.is_due(),
                     work=pace.work_of(micro_batches),
                 )
-            loss = agreed.loss / agreed.divisor
-            scale = scaler.scale * agreed.divisor
-            norm = math.sqrt(agreed.squares) / scale
+            loss = agreed.loss
+            norm = math.sqrt(agreed.squares) / scaler.scale
             clock.waited(agreed.wait_s / mpi.world_size)
             bad_values.note(step, norm, state.samples_seen, size)
             skipped = step in config.train.skip_steps or not math.isfinite(norm + loss)
             if not skipped:
                 with clock("optimizer"):
                     # `norm` is that of the unscaled gradients, so unscaling and clipping are one multiplication
-                    reducer.multiply(clip_factor(norm, config.train.clip_norm) / scale)
+                    reducer.multiply(clip_factor(norm, config.train.clip_norm) / scaler.scale / agreed.divisor)
                     summarise(events, step, model, config=config.monitor, last=step == num_steps)
                     trained.optimizer.step()
                     trained.averages.update(step)
@@ -199,8 +197,8 @@ def train(
         pace.add(size, agreed.work)
         logs = every(config.train.log_period, step) or agreed.stop or ending
         if logs and not skipped:
-            cost = pace.values(step)
-            events.scalars(step, loss=loss, learning_rate=rate, gradient_norm=norm, loss_scale=scaler.scale, **cost)
+            rates = {"learning_rate": rate, "loss_scale": scaler.scale, **pace.values(step)}
+            events.scalars(step, loss=loss, gradient_norm=norm, **rates)
         if every(config.train.log_period, step):
             pace.begin(step)
         evaluates = evaluation_is_due(config.train.evaluation_period, state, size, num_rows=batches.num_rows)

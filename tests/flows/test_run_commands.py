@@ -208,8 +208,7 @@ def test_ranks_get_two_of_their_own_steps_beside_the_configured_grace_to_save(tm
     heartbeat.start(rank=0, timeout_s=60.0)
     clock = StepClock(began_at=time.monotonic(), compiled_s=lambda: 0.0)
     for step in (1, 2, 3):
-        heartbeat.longest_step_s = clock.begin_step()
-        heartbeat.beat(step)
+        heartbeat.beat(step, longest_step_s=clock.begin_step())
         time.sleep(0.3)
     heartbeat.stop()
     step_s = last_beat(tmp_path / "heartbeat").step_s

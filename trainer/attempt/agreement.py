@@ -21,10 +21,10 @@ class Agreed:
     """What all ranks know after the backward passes of a step."""
 
     squares: float
-    """Square of the L2 norm of all gradients."""
+    """Square of the L2 norm of all gradients, divided by `divisor`."""
     loss: float
     divisor: float
-    """What loss and gradients are still to be divided by: 1 unless the loss counts it in its forward passes."""
+    """What the gradients are still to be divided by: 1 unless the loss counts it in its forward passes."""
     wait_s: float
     """Seconds that the ranks waited for their samples, added up."""
     trained_s: float
@@ -56,4 +56,6 @@ def agree(
     # decisions travel as 0 or 1: a sum above 0 says that some rank has taken it
     numbers = (squares, loss, divisor, wait_s, trained_s, stop, save, *work)
     squares_sum, loss_sum, divisor_sum, waits_s, trained, stops, saves, *works = sum_over_world(numbers, device)
-    return Agreed(squares_sum, loss_sum, max(divisor_sum, 1.0), waits_s, trained, stops > 0, saves > 0, Work(*works))
+    divisor = max(divisor_sum, 1.0)
+    loss_and_squares = squares_sum / divisor**2, loss_sum / divisor
+    return Agreed(*loss_and_squares, divisor, waits_s, trained, stops > 0, saves > 0, Work(*works))

@@ -23,7 +23,7 @@ from onnx import numpy_helper
 from onward.trainer.config.loss_rules import LOSS_RULES, LossRule
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import Index, dims_of, infer_types
+from onward.trainer.onnx_graph.files.index import Index, attributes_of, dims_of, infer_types
 
 USUAL_ANCHORS = 3
 """Of a cell, where one tensor of a family with anchors holds all channels, as in YOLOv3 to v7."""
@@ -71,7 +71,8 @@ def _by_level(layers: Sequence[onnx.NodeProto], rule: LossRule, index: Index) ->
     number = len(rule.roles)
     channels = {_channels(layer, index) for layer in layers}
     # those of three roles have different channels, unless each layer has all of them
-    if len(layers) == 1 or (number > 2 and len(channels) == 1 and min(channels) > sum(rule.roles.values())):
+    has_all_roles = len(channels) == 1 and min(channels) > sum(rule.roles.values())
+    if len(layers) == 1 or (number > 2 and has_all_roles):
         return [[layer] for layer in layers]
     if len(layers) % number:
         raise ConfigError(f"loss.output names {len(layers)} tensors, which {number} for each level do not divide")
@@ -192,9 +193,11 @@ def _reshaped(node: onnx.NodeProto, index: Index, old: int, now: int) -> tuple[i
 def _split_sizes(node: onnx.NodeProto, index: Index) -> list[int]:
     """Return the sizes of the parts, which are an attribute before opset 13; [] if they are not stored."""
     if len(node.input) > 1:
-        stored = _stored_lengths(node, 1, index)
-        return [int(size) for reader, slot in stored for size in _array(reader.input[slot], index).flat]
-    return [size for attribute in node.attribute if attribute.name == "split" for size in attribute.ints]
+        sizes = list[int]()
+        for reader, slot in _stored_lengths(node, 1, index):
+            sizes += _array(reader.input[slot], index).flatten().tolist()
+        return sizes
+    return list(attributes_of(node).get("split", ()))
 
 
 def _resize_last_part(node: onnx.NodeProto, index: Index, difference: int) -> None:

@@ -106,7 +106,9 @@ def _class_names(facts: Facts) -> set[str]:
         return set()
     images = [name for name, _ in sources.locate(facts.data.source, facts.data).files]
     found = read_annotations(folder_of(facts.data.source), images, place)
-    return set(found.names) or {box.name for boxes in found.boxes.values() for box in boxes}
+    if found.names:
+        return set(found.names)
+    return {box.name for boxes in found.boxes.values() for box in boxes}
 
 
 def _has_no_object(draft: Draft, names: Collection[str], num_scores: int | None) -> bool:

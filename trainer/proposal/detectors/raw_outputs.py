@@ -75,14 +75,17 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     """
     index = Index(model.graph)
     fed = [value for value in model.graph.input if value.name not in index.stored]
-    dims = (dims_of(fed[0]) or []) if len(fed) == 1 else []
-    if len(dims) not in (3, 4):
+    # one input, an image with or without an axis of the batch
+    dims = dims_of(fed[0]) if len(fed) == 1 else None
+    if dims is None or len(dims) not in (3, 4):
         return None
     names = _last_layers(index, [value.name for value in model.graph.output if is_numeric(value)])
     if not 0 < len(names) <= MOST_RAW:
         return None
     channels, height, width = dims[-3:]
-    shape = (1,) * (len(dims) - 3) + (channels or 3, height or OPEN_SIDE, width or OPEN_SIDE)
+    # a size that the file leaves open may be any
+    sides = height or OPEN_SIDE, width or OPEN_SIDE
+    shape = (*(1,) * (len(dims) - 3), channels or 3, *sides)
     image = np.random.default_rng(0).random(shape).astype(np.float32)
     feed = {fed[0].name: image}
     try:
@@ -114,7 +117,7 @@ def _last_layers(index: Index, outputs: Sequence[str]) -> list[str]:
             found.add(_after_relu(name, index, seen))
         elif node.op_type != "Shape":  # the grid is made from the shapes of layers, which predict nothing
             names += names_read(node)
-    return [name for node in index.makers.values() for name in node.output if name in found]
+    return [name for name in index.makers if name in found]
 
 
 def _is_mean_of_bins(node: onnx.NodeProto, index: Index) -> bool:

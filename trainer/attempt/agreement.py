@@ -56,6 +56,6 @@ def agree(
     # decisions travel as 0 or 1: a sum above 0 says that some rank has taken it
     numbers = (squares, loss, divisor, wait_s, trained_s, stop, save, *work)
     squares_sum, loss_sum, divisor_sum, waits_s, trained, stops, saves, *works = sum_over_world(numbers, device)
-    divisor = max(divisor_sum, 1.0)
-    loss_and_squares = squares_sum / divisor**2, loss_sum / divisor
-    return Agreed(*loss_and_squares, divisor, waits_s, trained, stops > 0, saves > 0, Work(*works))
+    agreed_divisor = max(divisor_sum, 1.0)
+    mean, squares_of_mean = loss_sum / agreed_divisor, squares_sum / agreed_divisor**2
+    return Agreed(squares_of_mean, mean, agreed_divisor, waits_s, trained, stops > 0, saves > 0, Work(*works))

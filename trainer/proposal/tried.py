@@ -44,7 +44,8 @@ def propose_tried(draft: Draft) -> bool | None:
             f"no preprocessing that was tried ({number}) makes the file {least}; the proposed one is a default, and "
             "may not be that of its training"
         )
-        return False
+        # a detector that was trained on other objects finds none of these
+        return None if tried.measure == "precision" else False
     for key, setting in best.settings.items():
         draft.set(key, setting, f"best of {number} that were tried: {value}")
     if not best.settings:

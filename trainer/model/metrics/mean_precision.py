@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED
 from onward.trainer.errors import ConfigError
@@ -58,11 +59,13 @@ class MeanPrecision:
         _check_library()
 
     def update(self, batch: Measured) -> None:
-        if self.first is not self:
-            return
-        found, labels = batch.objects
+        if self.first is self:
+            self.add(*batch.objects, batch.config)
+
+    def add(self, found: Sequence[Tensor], labels: Tensor, loss: LossConfig) -> None:
+        """Add what was found in each image: class, score, corners in shares of it, [n, 6]. labels: [B, objects x 6]."""
         boxes = labels.reshape(len(labels), -1, BOX_NUMBERS)
-        size = torch.tensor(batch.config.image_size or (1, 1), dtype=torch.float64, device=labels.device).repeat(2)
+        size = torch.tensor(loss.image_size or (1, 1), dtype=torch.float64, device=labels.device).repeat(2)
         for image, own in enumerate(found):
             self._images += 1
             there = boxes[image][boxes[image][:, 0] >= 0]

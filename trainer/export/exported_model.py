@@ -125,8 +125,8 @@ def export(
         untrained = OnnxRunner(trained_part(original, source, staging / "before", config.model), data)
         baselines = Baselines(config.data, data, untrained.outputs)
         before = untrained.evaluate(baselines.count)  # which counts the labels in the same pass
-        whole = beside_its_data(original, source, staging / "whole")
-        before |= file_precision(whole, untrained, data, config.metrics)[0]
+        given_file = beside_its_data(original, source, staging / "whole")
+        before |= file_precision(given_file, untrained, data, config.metrics)[0]
         load_weights(trainable.module, checkpoint.weights)
         merged = merged_module(trainable)
         path, *beside = write_model(merged, original, source, staging / source.name, content=opened.content)
@@ -149,12 +149,8 @@ def export(
         also = (baselines.measure, *((samples.add,) if samples else ()))
         after = runner.evaluate(*also)
         of_file, not_measured = file_precision(written, runner, data, config.metrics)
-        fp32 = dict[str, float]()
-        kernels = dict[str, int]()
-        if config.quantize.aware:
-            floats = read_config(run, "local").model.path
-            fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config.model) if floats.is_file() else {}
-            kernels = integer_kernels(path)
+        fp32 = _metrics_of_floats(run, data, staging / "fp32", config.model) if config.quantize.aware else {}
+        kernels = integer_kernels(path) if config.quantize.aware else {}
         tested = _metrics_of(written, test, staging / "test", config.model, config.metrics) if test else {}
         helpers = _cost_of_helpers(written, runner)
         changed = len(changed_tensors(written, expected.original, expected.weights))
@@ -352,3 +348,9 @@ def _metrics_of(
     """
     part = OnnxRunner(trained_part(file.proto, file.path, folder, model), data)
     return part.evaluate() | file_precision(file, part, data, metrics)[0]
+
+
+def _metrics_of_floats(run: RunDir, data: EvaluationData, folder: Path, model: ModelConfig) -> dict[str, float]:
+    """Return the metrics of the file whose weights are trained as integers; {} if it is gone."""
+    floats = read_config(run, "local").model.path
+    return _metrics_of(ModelFile.read(floats), data, folder, model) if floats.is_file() else {}

@@ -3,8 +3,8 @@
     evaluation rows --the file--> its outputs --file_detections--> boxes, scores, classes ---> file/map, file/map_50
                     --raw outputs--> our decoding and suppression (dense_detections) --------> map, map_50
 
-The second one is what evaluations during the training measure. Images are run one by one: where a file chooses among its
-boxes, its outputs have no rows for each image.
+The second one is what evaluations during the training measure. Images are run one by one: the outputs of a file
+that chooses among its boxes have no rows for each image.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class _WholeFile:
         if data.model and data.model.start and not data.file_rows:
             raise UnsupportedModel("the data feeds a tensor inside the file, and not its inputs")
         self._part, self._loss = part, loss
-        model, self._base = (file.proto, file.path.parent) if isinstance(file, ModelFile) else (file, None)
+        model = file.proto if isinstance(file, ModelFile) else file
+        self._base = file.path.parent if isinstance(file, ModelFile) else None
         self._model = fp32_copy(file) if in_half_precision(model) else model
         outputs = [value.name for value in model.graph.output]
         self._places = [place for place, name in enumerate(outputs) if name not in loss.outputs]

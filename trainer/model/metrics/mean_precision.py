@@ -108,6 +108,7 @@ class MeanPrecision:
         if not predictions:
             return
         measured = _library().MeanAveragePrecision(backend="pycocotools", sync_on_compute=False, extended_summary=True)
+        measured.warn_on_many_detections = False  # that COCO counts the 100 best ones of an image
         measured.update(predictions, targets)
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints a table
             self._results = measured.compute()

@@ -1,8 +1,8 @@
 """Read tables out of the outputs of a detector's file, and boxes out of their columns: numpy arrays of one image.
 
-    output [1, 84, 8400]    transposed: a table of 8400 rows, boxes in the columns 0..3, scores in the columns 4..83
-    output [1, 300, 6]      as it is: 300 rows, boxes in the columns 0..3
-    output [300]            transposed: 300 rows of one column
+output [1, 84, 8400]    transposed: a table of 8400 rows, boxes in the columns 0..3, scores in the columns 4..83
+output [1, 300, 6]      as it is: 300 rows, boxes in the columns 0..3
+output [300]            transposed: 300 rows of one column
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def same_boxes(boxes: Array, decoded: Array, size: tuple[int, int]) -> Array:
     """Return which of the decoded boxes [m, 4] each box [n, 4] is, or is within the image: bool [n, m]."""
     sides = np.array([*size, *size], np.float32)
     found = np.zeros((len(boxes), len(decoded)), bool)
+    own = torch.from_numpy(np.ascontiguousarray(boxes)).double()
     for known in (decoded, decoded.clip(0, sides)):
-        pairs = (torch.from_numpy(np.ascontiguousarray(each)).double() for each in (boxes, known))
-        distances = torch.cdist(*pairs, p=torch.inf)
+        distances = torch.cdist(own, torch.from_numpy(known).double(), p=torch.inf)
         found |= (distances < TOLERANCE * max(size)).numpy()
     return found

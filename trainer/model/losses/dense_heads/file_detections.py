@@ -49,12 +49,14 @@ Column = tuple[Table, int]
 
 
 def _sigmoid(rows: Array) -> Array:
-    return 1 / (1 + np.exp(-rows.clip(-60, 60)))
+    found: Array = 1 / (1 + np.exp(-rows.clip(-60, 60)))
+    return found
 
 
 def _softmax(rows: Array) -> Array:
     powers = np.exp(rows - rows.max(-1, keepdims=True, initial=-np.inf))
-    return powers / powers.sum(-1, keepdims=True)
+    found: Array = powers / powers.sum(-1, keepdims=True)
+    return found
 
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -188,9 +190,12 @@ def _recognised(results: Sequence[Array], known: _Known) -> tuple[FileDetections
     found = list(_boxes(results, known))
     if not found:
         return None, "no output of the file holds the boxes that {loss} decodes from the same raw outputs"
+    in_several = len({boxes.table.output for boxes in found}) > 1
     for boxes in found:
         beside = _beside(results, boxes, known)
-        if isinstance(beside, OneClass) and beside.of_class is None and len({each.table.output for each in found}) > 1:
+        # without a class beside them, boxes of one level look as chosen ones do
+        has_no_class = isinstance(beside, OneClass) and beside.of_class is None
+        if in_several and has_no_class:
             return None, "several outputs of the file hold boxes of {loss}, such as one for each level"
         if beside:
             chooses = len(boxes.table.rows(results)) < len(known.boxes)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.sections.metrics import MetricConfig, metrics_of
+from onward.trainer.config.sections.metrics import OF_FILE, MetricConfig, metrics_of
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import UnsupportedModel
@@ -28,14 +28,11 @@ from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile, fp32_copy, in_half_precision
 from onward.trainer.model.losses.dense_heads.file_detections import FileDetections, recognise
 from onward.trainer.model.metrics.mean_precision import MeanPrecision
-from onward.trainer.model.metrics.measures import OWN
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.graph_parts import part_between
 
 log = logging.getLogger(__name__)
 
-FILE = "file"
-"""In front of the names of these metrics."""
 CPU = torch.device("cpu")
 MOST_CHANNELS = 4
 """Of an image."""
@@ -55,7 +52,7 @@ def file_precision(
         return {}, ""
     place = dense[0]
     loss = losses.each[place].config
-    measures = [MeanPrecision(each, CPU) for each in metrics_of(loss, metrics) if OWN.get(each.name) is MeanPrecision]
+    measures = [MeanPrecision(each, CPU) for each in metrics_of(loss, metrics)]
     if not measures:
         return {}, ""
     for measure in measures:
@@ -69,7 +66,7 @@ def file_precision(
         log.warning("map is that of the raw outputs, and not that of the whole file: %s", reason)
         return {}, reason
     title = f"{losses.titles[place]}/" if len(losses.each) > 1 else ""
-    return {f"{data.split}/{title}{FILE}/{name}": value for name, value in values.items()}, ""
+    return {f"{data.split}/{title}{OF_FILE}/{name}": value for name, value in values.items()}, ""
 
 
 def _found(whole: _WholeFile, data: EvaluationData, place: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from onward.trainer.__main__ import evaluation_data
-from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.sections.metrics import MetricConfig
+from onward.trainer.config.losses import LossConfig, titles
+from onward.trainer.config.metric_names import is_greatest
+from onward.trainer.config.sections.metrics import MetricConfig, names_of_file
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.export.exported_model import Checkpoint, export
+from onward.trainer.export.measuring.comparison import compare
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.file_precision import file_precision
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
@@ -169,7 +171,7 @@ def test_anchors_that_are_not_those_of_the_file_are_noticed() -> None:
     assert "holds the boxes that yolov5 decodes" in reason
 
 
-def test_the_record_of_an_export_has_both_before_and_after(tmp_path: Path) -> None:
+def test_the_record_of_an_export_has_both_before_and_after_and_so_has_a_comparison(tmp_path: Path) -> None:
     model = detector_file("yolov8")
     annotate(tmp_path, pictures(tmp_path, 12))
     loss = loss_of("yolov8", model)
@@ -186,6 +188,7 @@ def test_the_record_of_an_export_has_both_before_and_after(tmp_path: Path) -> No
         loss=[{"name": "yolov8", "output": list(loss.outputs), "strides": [8, 16, 32]}],
         metrics=["map", "map_50"],
         train={"num_steps": 1, "global_batch_size": 4},
+        export={"promote_if": {"metric": "evaluation/file/map_50"}},
     )
     module = to_module(load_model(read_config(run).model.path))
     weights = {name: weight.detach().clone() for name, weight in named_weights(module).items()}
@@ -194,3 +197,20 @@ def test_the_record_of_an_export_has_both_before_and_after(tmp_path: Path) -> No
     assert exported.before.keys() == exported.after.keys() == names
     assert exported.after["evaluation/file/map"] == pytest.approx(exported.after["evaluation/map"], abs=1e-6)
     assert exported.file_not_measured == ""
+    config = read_config(run)
+    comparison = compare(config, exported, config.model.path, evaluation_data(run))
+    assert comparison.served == exported.before
+    assert (comparison.metric, comparison.gain, comparison.refused) == ("evaluation/file/map_50", 0.0, "")
+    # a file that no comparison understands is said to be one
+    unknown = exported.model_copy(update={"after": {}, "file_not_measured": "its outputs are others"})
+    comparison = compare(config, unknown, config.model.path, evaluation_data(run))
+    assert comparison.refused == "UnsupportedModel: its outputs are others"
+
+
+def test_names_of_the_metrics_of_a_file() -> None:
+    loss = loss_of("yolov8", detector_file("yolov8"))
+    assert names_of_file([loss], METRICS[:1]) == ["evaluation/file/map"]
+    assert is_greatest("evaluation/file/map") is True
+    others = [LossConfig.model_validate({"name": "mse", "output": "a", "label": "b"}), loss]
+    assert names_of_file(others, METRICS[:1]) == [f"evaluation/{titles(others)[1]}/file/map"]
+    assert names_of_file(others[:1], METRICS[:1]) == []

@@ -222,6 +222,7 @@ RETURNED: dict[str, list[tuple[str, list[str], str, dict[str, Any]]]] = {
         ("Unsqueeze", ["one", "zero"], "found", {}),
     ],
     "table with the image": [("Concat", ["image of each", "chosen", "of each", "class of each"], "found", {"axis": 1})],
+    "choice": [],
     "three": [("Add", ["classes", "one class"], "labels", {}), ("Identity", ["scored"], "scored boxes", {})],
 }
 """What a file with a selection returns -> the nodes that make it: operator, inputs, output, attributes."""
@@ -232,7 +233,8 @@ def with_selection(
 ) -> onnx.ModelProto:
     """The file of `retinanet` or `fcos` with NonMaxSuppression behind it: the boxes of one image that are kept.
 
-    returns: the form of its outputs; "three" are boxes, labels and scores as torchvision has them: the labels from 1.
+    returns: the form of its outputs. "three" are boxes, labels and scores as torchvision has them: the labels from 1.
+    "choice" are all boxes and scores, and the numbers of those that NonMaxSuppression keeps.
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -265,8 +267,12 @@ def with_selection(
     nodes += RETURNED[returns]
     graph.node.extend(helper.make_node(kind, read, [made], **given) for kind, read, made, given in nodes)
     del graph.output[:]
-    outputs = {"boxes": ["chosen"], "three": ["chosen", "labels", "scored boxes"]}.get(returns, ["found"])
+    outputs = {
+        "boxes": ["chosen"],
+        "choice": ["boxes", "scores", "kept"],
+        "three": ["chosen", "labels", "scored boxes"],
+    }.get(returns, ["found"])
     for name in outputs:
-        kind = TensorProto.INT64 if name == "labels" else TensorProto.FLOAT
+        kind = TensorProto.INT64 if name in ("labels", "kept") else TensorProto.FLOAT
         graph.output.append(helper.make_tensor_value_info(name, kind, None))
     return copy

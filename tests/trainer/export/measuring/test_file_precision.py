@@ -140,9 +140,10 @@ def test_a_file_that_chooses_as_we_do_has_the_precision_of_our_own_choice(return
     assert_equal(*precisions("retinanet", chosen))
 
 
-def test_what_a_file_leaves_out_itself_counts() -> None:
+@pytest.mark.parametrize("returns", ["table", "choice"])
+def test_what_a_file_leaves_out_itself_counts(returns: str) -> None:
     """The selection of the file keeps 3 boxes of each class and image."""
-    chosen = with_selection(detector_file("fcos"), "table", overlap=0.65, least=0.001, most=3)
+    chosen = with_selection(detector_file("fcos"), returns, overlap=0.65, least=0.001, most=3)
     ours, of_file, reason = precisions("fcos", chosen)
     assert reason == ""
     assert of_file["evaluation/file/map"] < 0.6 * ours["evaluation/map"]

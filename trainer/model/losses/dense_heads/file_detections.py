@@ -6,6 +6,7 @@
 A column holds what it has the values of: nothing depends on names, nodes or exporters. The forms that are read:
 
     boxes and a score of each class, all P of them      YOLOv8 [1, 4 + C, P], YOLOX [1, P, 5 + C] with objectness, ...
+    the same, and the choice of NonMaxSuppression       [n, 3]: image, class, box
     boxes, one score and one class                      [n, 6], [1, n, 6], [n, 7], or three outputs; where there are
                                                         fewer than P, the file has chosen them
 """
@@ -112,6 +113,34 @@ class OneClass:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """An output [n, 3] of NonMaxSuppression: image, class and box of each score that is kept."""
+
+    table: Table
+    first_class: int
+    """The number of the first class: 1 where 0 is the background."""
+
+    def kept(self, results: Sequence[Array], scores: Array) -> Array:
+        """Return the scores [P, C], 0 for those that are not kept."""
+        _, classes, boxes = self.table.rows(results).T.astype(np.int64)
+        classes = classes - self.first_class
+        found = np.zeros_like(scores)
+        is_class = classes >= 0
+        kept = boxes[is_class], classes[is_class]
+        found[kept] = scores[kept]
+        return found
+
+    def agrees(self, results: Sequence[Array], scores: Array) -> bool:
+        """Return whether the best score of each class that has any is kept, as by every suppression."""
+        _, classes, boxes = self.table.rows(results).T
+        if classes.max() - self.first_class >= scores.shape[1] or boxes.max() >= len(scores):
+            return False
+        kept = self.kept(results, scores)
+        is_there = kept.any(0)
+        return bool(is_there.any() and np.array_equal(kept.max(0)[is_there], scores.max(0)[is_there]))
+
+
+@dataclass(frozen=True)
 class FileDetections:
     """How the outputs of a file hold what it has found in an image."""
 
@@ -120,6 +149,7 @@ class FileDetections:
     num_classes: int
     keeps_all: bool
     """Whether boxes of one class that overlap are kept: the file has left such boxes out itself, or none need to be."""
+    choice: Choice | None = None
 
     def read(self, results: Sequence[Array], size: tuple[int, int]) -> Tensor:
         """Return class, score, x1, y1, x2, y2 by score, fp32 [n, 6], from the outputs for one image.
@@ -129,6 +159,8 @@ class FileDetections:
         table, columns = self.boxes
         corners = columns.corners(table.rows(results), size) / np.array([*size, *size], np.float32)
         scores = self.beside.scores(results, self.num_classes)
+        if self.choice:
+            scores = self.choice.kept(results, scores)
         found = (torch.from_numpy(np.ascontiguousarray(each, np.float32)) for each in (corners, scores))
         return best_detections(*found, keeps_all=self.keeps_all)
 
@@ -199,8 +231,26 @@ def _recognised(results: Sequence[Array], known: _Known) -> tuple[FileDetections
             return None, "several outputs of the file hold boxes of {loss}, such as one for each level"
         if beside:
             chooses = len(boxes.table.rows(results)) < len(known.boxes)
-            return FileDetections((boxes.table, boxes.columns), beside, known.num_classes, chooses), ""
+            detections = FileDetections((boxes.table, boxes.columns), beside, known.num_classes, chooses)
+            return (detections, "") if chooses else _with_choice(detections, results)
     return None, "the file returns boxes of {loss}, but beside them no scores and classes of the same boxes"
+
+
+def _with_choice(found: FileDetections, results: Sequence[Array]) -> tuple[FileDetections | None, str]:
+    """Return how the outputs hold all boxes, with the choice among them if there is one; else None and the reason."""
+    scores = found.beside.scores(results, found.num_classes)
+    choices = []
+    for table in tables(results):
+        result = results[table.output]
+        if np.issubdtype(result.dtype, np.integer) and result.ndim == 2 and not table.is_transposed:
+            choices += [table] if result.shape[1] == 3 else []
+    if not choices:
+        return found, ""
+    for table, first_class in itertools.product(choices, (0, 1)):
+        choice = Choice(table, first_class)
+        if len(table.rows(results)) and choice.agrees(results, scores):
+            return replace(found, choice=choice, keeps_all=True), ""
+    return None, "the file chooses among the boxes of {loss}, but not by its best scores"
 
 
 def _boxes(results: Sequence[Array], known: _Known) -> Iterator[_Boxes]:

@@ -66,6 +66,8 @@ def _exported(exported: ExportedModel) -> Iterator[str]:
         f"{exported.path.name} of step {exported.step:,}: {exported.judged_by} differs from the trained module by "
         f"{exported.parity:.2g} of the largest output{rounding}."
     )
+    if exported.file_not_measured:
+        yield f"`map` is that of the raw outputs, and not that of the whole file: {exported.file_not_measured}."
     if exported.registered_as:
         yield f"It is registered as {exported.registered_as}, version {exported.version}."
     if exported.promotion:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import onnx
 import torch
@@ -57,6 +58,10 @@ class Detector(nn.Module):
                     # few objects, as detectors begin
                     if channels % CLASSES == 0 and channels in (CLASSES, 3 * CLASSES):
                         head.bias -= 4.0
+            if family == "centernet":
+                # sizes and offsets, of which the sizes are positive
+                self.heads[0][1].bias += 6.0
+                self.heads[0][2].bias += 4.0
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         features = [self.trunk(x)]
@@ -209,25 +214,65 @@ def detector_file(family: str) -> onnx.ModelProto:
     return onnx.load_from_string(content.getvalue())
 
 
-def with_selection(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The file of `retinanet` or `fcos` with NonMaxSuppression behind it: the boxes of one image that are kept."""
+RETURNED: dict[str, list[tuple[str, list[str], str, dict[str, Any]]]] = {
+    "boxes": [],
+    "table": [("Concat", ["chosen", "of each", "class of each"], "found", {"axis": 1})],
+    "table of a batch": [
+        ("Concat", ["chosen", "of each", "class of each"], "one", {"axis": 1}),
+        ("Unsqueeze", ["one", "zero"], "found", {}),
+    ],
+    "table with the image": [("Concat", ["image of each", "chosen", "of each", "class of each"], "found", {"axis": 1})],
+    "choice": [],
+    "three": [("Add", ["classes", "one class"], "labels", {}), ("Identity", ["scored"], "scored boxes", {})],
+}
+"""What a file with a selection returns -> the nodes that make it: operator, inputs, output, attributes."""
+
+
+def with_selection(
+    model: onnx.ModelProto, returns: str = "boxes", *, overlap: float = 0.5, least: float = 0.05, most: int = 50
+) -> onnx.ModelProto:
+    """The file of `retinanet` or `fcos` with NonMaxSuppression behind it: the boxes of one image that are kept.
+
+    returns: the form of its outputs. "three" are boxes, labels and scores as torchvision has them: the labels from 1.
+    "choice" are all boxes and scores, and the numbers of those that NonMaxSuppression keeps.
+    """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     graph = copy.graph
-    for name, value in {"most": 50, "third": 2, "row": -1, "zero": 0}.items():
+    numbers = {"most": most, "third": 2, "second": 1, "first": 0, "row": -1, "zero": 0, "one class": 1}
+    for name, value in numbers.items():
         graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [1], [value]))
-    for name, share in {"overlap": 0.5, "least": 0.05}.items():
+    for name, share in {"overlap": overlap, "least": least}.items():
         graph.initializer.append(helper.make_tensor(name, TensorProto.FLOAT, [1], [share]))
-    graph.node.extend(
-        [
-            helper.make_node("Transpose", ["scores"], ["by_class"], perm=[0, 2, 1]),
-            helper.make_node("NonMaxSuppression", ["boxes", "by_class", "most", "overlap", "least"], ["kept"]),
-            helper.make_node("Gather", ["kept", "third"], ["places"], axis=1),
-            helper.make_node("Reshape", ["places", "row"], ["flat"]),
-            helper.make_node("Squeeze", ["boxes", "zero"], ["of_one"]),
-            helper.make_node("Gather", ["of_one", "flat"], ["chosen"], axis=0),
+    graph.initializer.append(helper.make_tensor("column", TensorProto.INT64, [2], [-1, 1]))
+    nodes = [
+        ("Transpose", ["scores"], "by_class", {"perm": [0, 2, 1]}),
+        ("NonMaxSuppression", ["boxes", "by_class", "most", "overlap", "least"], "kept", {}),
+        ("Gather", ["kept", "third"], "places", {"axis": 1}),
+        ("Reshape", ["places", "row"], "flat", {}),
+        ("Squeeze", ["boxes", "zero"], "of_one", {}),
+        ("Gather", ["of_one", "flat"], "chosen", {"axis": 0}),
+    ]
+    if returns != "boxes":
+        nodes += [
+            ("Gather", ["kept", "second"], "class column", {"axis": 1}),
+            ("Gather", ["kept", "first"], "image column", {"axis": 1}),
+            ("Cast", ["class column"], "class of each", {"to": TensorProto.FLOAT}),
+            ("Cast", ["image column"], "image of each", {"to": TensorProto.FLOAT}),
+            ("Reshape", ["class column", "row"], "classes", {}),
+            ("Concat", ["image column", "class column", "places"], "triples", {"axis": 1}),
+            ("GatherND", ["by_class", "triples"], "scored", {}),
+            ("Reshape", ["scored", "column"], "of each", {}),
         ]
-    )
+    nodes += RETURNED[returns]
+    graph.node.extend(helper.make_node(kind, read, [made], **given) for kind, read, made, given in nodes)
     del graph.output[:]
-    graph.output.append(helper.make_tensor_value_info("chosen", TensorProto.FLOAT, ["n", 4]))
+    outputs = {
+        "boxes": ["chosen"],
+        "choice": ["boxes", "scores", "kept"],
+        "three": ["chosen", "labels", "scored boxes"],
+    }.get(returns, ["found"])
+    for name in outputs:
+        kind = TensorProto.INT64 if name in ("labels", "kept") else TensorProto.FLOAT
+        graph.output.append(helper.make_tensor_value_info(name, kind, None))
     return copy

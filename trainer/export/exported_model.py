@@ -31,6 +31,7 @@ import onnx
 import torch
 from torch import Tensor
 
+from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images.image_inputs import image_inputs
 from onward.trainer.data.losses_from_data import with_class_axes
@@ -45,10 +46,11 @@ from onward.trainer.export.file_verification import PARITY_BATCHES, ROUNDED, Exp
 from onward.trainer.export.measuring.baselines import Baselines
 from onward.trainer.export.measuring.cuda_provider import check_on_cuda
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
+from onward.trainer.export.measuring.file_precision import file_precision
 from onward.trainer.export.measuring.helper_nodes import costly_helpers
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.measuring.samples import WorstSamples
-from onward.trainer.export.model_file import ModelFile, trained_part
+from onward.trainer.export.model_file import ModelFile, beside_its_data, trained_part
 from onward.trainer.export.preprocessing.given_form import GivenFile, difference_of_forms
 from onward.trainer.export.run_as_read import RunAsRead
 from onward.trainer.export.variants.quantize_aware import integer_kernels
@@ -123,6 +125,8 @@ def export(
         untrained = OnnxRunner(trained_part(original, source, staging / "before", config.model), data)
         baselines = Baselines(config.data, data, untrained.outputs)
         before = untrained.evaluate(baselines.count)  # which counts the labels in the same pass
+        given_file = beside_its_data(original, source, staging / "whole")
+        before |= file_precision(given_file, untrained, data, config.metrics)[0]
         load_weights(trainable.module, checkpoint.weights)
         merged = merged_module(trainable)
         path, *beside = write_model(merged, original, source, staging / source.name, content=opened.content)
@@ -144,13 +148,10 @@ def export(
         samples = None if examined is None else _worst_samples(opened, losses, examined)
         also = (baselines.measure, *((samples.add,) if samples else ()))
         after = runner.evaluate(*also)
-        fp32 = dict[str, float]()
-        kernels = dict[str, int]()
-        if config.quantize.aware:
-            floats = read_config(run, "local").model.path
-            fp32 = _metrics_of(ModelFile.read(floats), data, staging / "fp32", config.model) if floats.is_file() else {}
-            kernels = integer_kernels(path)
-        tested = _metrics_of(written, test, staging / "test", config.model) if test else {}
+        of_file, not_measured = file_precision(written, runner, data, config.metrics)
+        fp32 = _metrics_of_floats(run, data, staging / "fp32", config.model) if config.quantize.aware else {}
+        kernels = integer_kernels(path) if config.quantize.aware else {}
+        tested = _metrics_of(written, test, staging / "test", config.model, config.metrics) if test else {}
         helpers = _cost_of_helpers(written, runner)
         changed = len(changed_tensors(written, expected.original, expected.weights))
         # the model is moved last: it names the other files, so it must not appear before them
@@ -166,7 +167,8 @@ def export(
         neighbours=runner.neighbours,
         rounding=runner.rounding,
         before=before,
-        after=after,
+        after=after | of_file,
+        file_not_measured=not_measured,
         baselines=baselines.compute(),
         fp32=fp32,
         kernels=kernels,
@@ -337,6 +339,18 @@ def _rounded_as_stored(trained: ImportedGraph, merged: ImportedGraph, model: onn
     return module
 
 
-def _metrics_of(file: ModelFile, data: EvaluationData, folder: Path, model: ModelConfig) -> dict[str, float]:
-    """Return the metrics of a file, whose losses may read tensors inside its graph."""
-    return OnnxRunner(trained_part(file.proto, file.path, folder, model), data).evaluate()
+def _metrics_of(
+    file: ModelFile, data: EvaluationData, folder: Path, model: ModelConfig, metrics: Sequence[MetricConfig] = ()
+) -> dict[str, float]:
+    """Return the metrics of a file, whose losses may read tensors inside its graph.
+
+    metrics: those of the run, to measure also what a detector's file itself returns.
+    """
+    part = OnnxRunner(trained_part(file.proto, file.path, folder, model), data)
+    return part.evaluate() | file_precision(file, part, data, metrics)[0]
+
+
+def _metrics_of_floats(run: RunDir, data: EvaluationData, folder: Path, model: ModelConfig) -> dict[str, float]:
+    """Return the metrics of the file whose weights are trained as integers; {} if it is gone."""
+    floats = read_config(run, "local").model.path
+    return _metrics_of(ModelFile.read(floats), data, folder, model) if floats.is_file() else {}

@@ -83,11 +83,15 @@ def trained_part(
     model: onnx.ModelProto, source: Path, folder: Path, config: ModelConfig
 ) -> ModelFile | onnx.ModelProto:
     """Return the part of the original that is trained; as a file in `folder` if it has external data."""
-    part = extract_subgraph(model, config)
-    if not (names := locations(part)):
-        return part
+    return beside_its_data(extract_subgraph(model, config), source, folder)
+
+
+def beside_its_data(model: onnx.ModelProto, source: Path, folder: Path) -> ModelFile | onnx.ModelProto:
+    """Return a model made from the file `source`; as a file in `folder` if it has external data, which is copied."""
+    if not (names := locations(model)):
+        return model
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.parent / name, folder / name)
-    (folder / "part.onnx").write_bytes(part.SerializeToString())
-    return ModelFile(folder / "part.onnx", part)
+    (folder / "part.onnx").write_bytes(model.SerializeToString())
+    return ModelFile(folder / "part.onnx", model)

@@ -228,6 +228,8 @@ class ExportedModel(Record):
     """Metrics of the original file on all evaluation data."""
     after: dict[str, float]
     """Metrics of the exported file on all evaluation data, under onnxruntime."""
+    file_not_measured: str = ""
+    """Why `after` has no `file/map` of what a detector's file itself returns; empty if it has, and of other models."""
     baselines: dict[str, dict[str, float]] = {}
     """What can be predicted without a model, such as "the mean of the labels" -> its metrics on the same data."""
     test: dict[str, float] = {}

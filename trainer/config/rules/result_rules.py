@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from onward.trainer.config.loss_rules import LossRule
 from onward.trainer.config.losses import LossConfig, filled
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.config.sections.metrics import MetricConfig, evaluation_names, is_library
+from onward.trainer.config.sections.metrics import MetricConfig, evaluation_names, is_library, names_of_file
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import CheckpointConfig, ExportConfig, MonitorConfig
 from onward.trainer.config.sections.teacher import TeacherConfig
@@ -37,7 +37,7 @@ def promotion(
 ) -> Iterable[str]:
     given = export.promote_if
     losses = filled(model, data, loss)
-    known = evaluation_names(losses, metrics)
+    known = evaluation_names(losses, metrics) + names_of_file(losses, metrics)
     # the test rows are evaluated by the same metrics
     known += [f"test/{name.removeprefix('evaluation/')}" for name in known] if data.test_source else []
     if given.metric and given.metric not in known:

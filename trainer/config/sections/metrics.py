@@ -15,6 +15,8 @@ from onward.trainer.config.section import Length, LengthOrZero, NonNegativeInt, 
 WEIGHTS_METRICS = "evaluation"
 AVERAGE_METRICS = "evaluation/average"
 """What the names of metrics begin with: of the weights, and of their moving average."""
+OF_FILE = "file"
+"""In front of the name of a metric that is measured of what a detector's file itself returns."""
 PARAMETERS = (
     "average",
     "of_class",
@@ -147,6 +149,18 @@ def evaluation_names(
     names += ["distillation"] if teacher else []
     evaluated = (WEIGHTS_METRICS,) if average == "none" else (WEIGHTS_METRICS, AVERAGE_METRICS)
     return [f"{prefix}/{name}" for prefix in evaluated for name in names]
+
+
+def names_of_file(losses: Sequence[LossConfig], metrics: Sequence[MetricConfig]) -> list[str]:
+    """Return what is measured of the outputs of a detector's exported file: "evaluation/file/map", ...
+
+    These are the metrics of the first loss of a detector with a grid; without such a loss there are none.
+    """
+    for title, loss in zip(titles(losses), losses, strict=True):
+        if loss.rule.has_grid:
+            prefix = f"{WEIGHTS_METRICS}/{title}/{OF_FILE}" if len(losses) > 1 else f"{WEIGHTS_METRICS}/{OF_FILE}"
+            return [f"{prefix}/{each.key}" for each in metrics_of(loss, metrics)]
+    return []
 
 
 def metric_problems(losses: Sequence[LossConfig], metrics: Sequence[MetricConfig]) -> Iterable[str]:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.schema.signature import Signature, TensorInfo, read_signature
-from onward.trainer.errors import OnwardError
+from onward.trainer.errors import OnwardError, UnsupportedModel
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
+from onward.trainer.export.measuring.file_precision import file_precision
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile, trained_part
 from onward.trainer.run.records import Comparison, ExportedModel
@@ -53,6 +54,10 @@ def compare(config: RunConfig, exported: ExportedModel, served: Path, data: Eval
         try:
             theirs = runner(served, "served")
             metrics = theirs.evaluate()
+            of_file, reason = file_precision(ModelFile.read(served), theirs, data, config.metrics)
+            metrics |= of_file
+            if metric not in metrics or metric not in new:
+                raise UnsupportedModel(reason or exported.file_not_measured)
             interval = None
             if confidence:
                 (template, before), (_, after) = (x.row_totals() for x in (theirs, runner(exported.path, "new")))

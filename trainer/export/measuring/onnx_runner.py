@@ -200,7 +200,7 @@ class OnnxRunner:
     def example(self) -> bytes:
         """Return one row of inputs (or as many as a fixed batch takes) as the content of an .npz file."""
         batch = next(iter(self._data.batches()))
-        one = self.feed([tensor[: self._fixed_batch_size or 1] for tensor in self._inputs_of(batch)])
+        one = self.feed([tensor[: self._fixed_batch_size or 1] for tensor in self.inputs_of(batch)])
         # without sequences, which such a file cannot hold
         return npz_content({name: array for name, array in one.items() if not isinstance(array, list)})
 
@@ -208,13 +208,13 @@ class OnnxRunner:
         """Yield evaluation batches for a session of the file itself, with no more rows than one call takes."""
         for batch in self._data.batches():
             rows = self._max_rows or batch.size
-            yield self.feed([tensor[:rows] for tensor in self._inputs_of(batch)], widened=False)
+            yield self.feed([tensor[:rows] for tensor in self.inputs_of(batch)], widened=False)
 
     # -- running
 
     def outputs_of(self, batch: Batch, start: int, stop: int) -> list[Tensor]:
         """Return the outputs of the rows [start, stop) of a batch, no more than one call takes, without repetitions."""
-        inputs = [tensor[start:stop] for tensor in self._inputs_of(batch)]
+        inputs = [tensor[start:stop] for tensor in self.inputs_of(batch)]
         return [self._without_padding(each, stop - start) for each in self.run(inputs)]
 
     def run(self, inputs: Sequence[Tensor]) -> list[Array]:
@@ -264,7 +264,7 @@ class OnnxRunner:
             fed[value.name] = array
         return fed
 
-    def _inputs_of(self, batch: Batch) -> Sequence[Tensor]:
+    def inputs_of(self, batch: Batch) -> Sequence[Tensor]:
         """Return what a batch is run from: its inputs, or the numbers of its rows, int64 [B]."""
         return batch.inputs if self._data.file_rows is None else (torch.from_numpy(batch.rows),)
 
@@ -341,7 +341,7 @@ class OnnxRunner:
         """Yield (where the rows come from, inputs, what runs them) for `compare`."""
         number = 0
         for number, batch in enumerate(islice(self._data.batches(), batches), start=1):
-            inputs = self._inputs_of(batch)
+            inputs = self.inputs_of(batch)
             if number == 1 and alone:
                 yield "row 1 alone", self._filled([tensor[:1] for tensor in inputs]), self.run
             for start, stop in self._slices(batch.size):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED
 from onward.trainer.errors import ConfigError
@@ -59,11 +60,13 @@ class MeanPrecision:
 
     def update(self, batch: Measured) -> None:
         # the detections are kept and gathered once, not once for each metric
-        if self.first is not self:
-            return
-        found, labels = batch.objects
+        if self.first is self:
+            self.add(*batch.objects, batch.config)
+
+    def add(self, found: Sequence[Tensor], labels: Tensor, loss: LossConfig) -> None:
+        """Add what was found in each image: class, score, corners in shares of it, [n, 6]. labels: [B, objects x 6]."""
         boxes = labels.reshape(len(labels), -1, BOX_NUMBERS)
-        size = torch.tensor(batch.config.image_size or (1, 1), dtype=torch.float64, device=labels.device).repeat(2)
+        size = torch.tensor(loss.image_size or (1, 1), dtype=torch.float64, device=labels.device).repeat(2)
         for image, own in enumerate(found):
             self._images += 1
             there = boxes[image][boxes[image][:, 0] >= 0]
@@ -106,6 +109,7 @@ class MeanPrecision:
         if not predictions:
             return
         measured = _library().MeanAveragePrecision(backend="pycocotools", sync_on_compute=False, extended_summary=True)
+        measured.warn_on_many_detections = False  # that COCO counts the 100 best ones of an image
         measured.update(predictions, targets)
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints a table
             self._results = measured.compute()

@@ -19,20 +19,22 @@ import torch
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ConfigError
+from onward.trainer.model.losses.dense_heads.box_tables import (
+    BoxColumns,
+    Table,
+    box_columns,
+    box_tables,
+    distinct_boxes,
+    same_boxes,
+)
 from onward.trainer.model.losses.dense_heads.families import FAMILIES, Family
 from onward.trainer.model.losses.dense_heads.head import Head
 from onward.trainer.proposal.detectors.raw_outputs import Level, RawOutputs
 
-TOLERANCE = 1e-3
-"""Of the corners of boxes, relative to the side of the input."""
-LEAST_BOXES = 3
-"""Different boxes that the file must compute, for a comparison that shows something."""
 MOST_COMPARED = 500
 CODED = "as they are coded, which its users decode"
 LEAST, GREATEST = -20.0, 20.0
 """Logits of no and of yes."""
-MOST_BEFORE = 4
-"""Columns that may stand before those of a box, such as the number of its image."""
 USUAL_NUMBERS = (3, 9, 6, 5, 4, 2, 1)
 """Anchors of a cell, where one tensor holds all channels."""
 
@@ -121,48 +123,22 @@ def _agrees(raw: RawOutputs, family: Family, loss: LossConfig) -> str:
             known[CODED] = head.codes[0].numpy()
     except (ConfigError, RuntimeError):  # the channels are not those of the family
         return ""
-    for _, rows in _tables(raw.run(values)):
-        for how, boxes in _readings(rows, raw.size):
+    results = raw.run(values)
+    for table in box_tables(results):
+        rows = table.rows(results)
+        for columns in box_columns(rows.shape[1]):
+            boxes = columns.corners(rows, raw.size)
             for coded, decoded in known.items():
                 if _are_among(boxes, decoded, raw.size):
-                    return coded or how
+                    return coded or str(columns)
     return ""
-
-
-def _tables(results: Sequence[Array]) -> Iterator[tuple[str, Array]]:
-    """Yield (which, rows [n, columns]) for each output that may hold boxes, as it is and transposed."""
-    for place, result in enumerate(results):
-        if np.issubdtype(result.dtype, np.floating) and result.ndim > 1:
-            rows = result.reshape(-1, result.shape[-1])
-            yield f"{place}", rows
-            yield f"{place} transposed", rows.T
-
-
-def _readings(rows: Array, size: tuple[int, int]) -> Iterator[tuple[str, Array]]:
-    """Yield (how, corners in pixels [n, 4]) for each way in which rows may hold boxes, in four of their columns."""
-    sides = np.array([*size, *size], np.float32)
-    for first in range(min(rows.shape[1] - 3, MOST_BEFORE)):
-        for unit, scale in (("pixels", 1.0), ("shares of the image", sides)):
-            own = rows[:, first : first + 4] * scale
-            yield f"corners in {unit}, from column {first} on", own
-            middles, halves = own[:, :2], own[:, 2:] / 2
-            centred = np.concatenate([middles - halves, middles + halves], 1)
-            yield f"centre and size in {unit}, from column {first} on", centred
 
 
 def _are_among(boxes: Array, decoded: Array, size: tuple[int, int]) -> bool:
     """Return whether each of the boxes [n, 4] is one of the decoded ones, or such a one within the image."""
-    distinct = np.unique(boxes.round(3), axis=0)
-    if len(distinct) < LEAST_BOXES or not np.isfinite(distinct).all():
-        return False
-    sides = np.array([*size, *size], np.float32)
-    near = TOLERANCE * max(size)
-    some = torch.from_numpy(distinct[:: -(-len(distinct) // MOST_COMPARED)])
-    for known in (decoded, decoded.clip(0, sides)):
-        distances = torch.cdist(some.double(), torch.from_numpy(known).double(), p=torch.inf)
-        if float(distances.amin(1).amax()) < near:
-            return True
-    return False
+    distinct = distinct_boxes(boxes)
+    some = distinct[:: max(1, -(-len(distinct) // MOST_COMPARED))]
+    return len(some) > 0 and bool(same_boxes(some, decoded, size).any(1).all())
 
 
 # -- anchors
@@ -201,24 +177,29 @@ def _measured_anchors(
     The boxes are coded as a fraction of their anchors, so that no border of the image cuts them off.
     """
     code, fraction = _small_code(family)
-    background = dict(_tables(raw.run(_filled(raw, family, order, numbers, code))))
-    boxes: dict[str, list[Array]] = {}
+    background = _rows_of_tables(raw.run(_filled(raw, family, order, numbers, code)))
+    boxes: dict[tuple[Table, BoxColumns], list[Array]] = {}
     centres = []
     for place, (level, number) in enumerate(zip(raw.levels, numbers, strict=True)):
         stride = strides[place]
         cell = np.array([level.width // 2 + 0.5, level.height // 2 + 0.5]) * stride
         for anchor in range(number):
             centres.append((cell, stride))
-            tables = dict(_tables(raw.run(_filled(raw, family, order, numbers, code, (place, anchor)))))
+            tables = _rows_of_tables(raw.run(_filled(raw, family, order, numbers, code, (place, anchor))))
             changed = _changed_rows(tables, background)
-            for which, rows in tables.items():
+            for table, rows in tables.items():
                 row = changed.get(len(rows), 0)
-                for how, own in _readings(rows[row : row + 1], raw.size):
-                    boxes.setdefault(f"{which}, {how}", []).extend(own)
+                for columns in box_columns(rows.shape[1]):
+                    own = columns.corners(rows[row : row + 1], raw.size)
+                    boxes.setdefault((table, columns), []).extend(own)
     for found in boxes.values():
         if len(found) == len(centres) and all(map(_is_there, found, centres)):
             sides = iter([_rounded((box[2:] - box[:2]) / fraction) for box in found])
             yield tuple(tuple(next(sides) for _ in range(number)) for number in numbers)
+
+
+def _rows_of_tables(results: Sequence[Array]) -> dict[Table, Array]:
+    return {table: table.rows(results) for table in box_tables(results)}
 
 
 def _rounded(sides: Array) -> tuple[float, float]:
@@ -226,7 +207,7 @@ def _rounded(sides: Array) -> tuple[float, float]:
     return float(f"{sides[0]:.5g}"), float(f"{sides[1]:.5g}")
 
 
-def _changed_rows(tables: Mapping[str, Array], before: Mapping[str, Array]) -> dict[int, int]:
+def _changed_rows(tables: Mapping[Table, Array], before: Mapping[Table, Array]) -> dict[int, int]:
     """Return number of rows -> the row that the one great score has changed most, among tables of so many rows.
 
     Scores may be an output of their own. Where only the best boxes are left, that of the great score comes first.

@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from onward.trainer.data.schema.columns import Array
-from onward.trainer.onnx_graph.files.index import Index, dims_of, names_read, nodes_between
+from onward.trainer.onnx_graph.files.index import Index, dims_of, names_read
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.graph_parts import part_between
 from onward.trainer.onnx_graph.outputs import is_numeric
 from onward.trainer.onnx_graph.surgery.selections import LAYERS
 
@@ -89,8 +90,8 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     image = np.random.default_rng(0).random(shape).astype(np.float32)
     feed = {fed[0].name: image}
     try:
-        results = open_session(_part(model, names, ()), base=folder).run(names, feed)
-        end = open_session(_part(model, [value.name for value in model.graph.output], names), base=folder)
+        results = open_session(part_between(model, names, ()), base=folder).run(names, feed)
+        end = open_session(part_between(model, [value.name for value in model.graph.output], names), base=folder)
     except Exception:  # onnxruntime's errors have no common base class: `onward doctor` says why it does not run
         return None
     levels = _levels(names, results)
@@ -158,24 +159,3 @@ def _levels(names: Sequence[str], results: Sequence[Array]) -> tuple[Level, ...]
         own_names, channels = zip(*by_size[height, width], strict=True)
         levels.append(Level(own_names, channels, height, width))
     return tuple(levels)
-
-
-def _part(model: onnx.ModelProto, outputs: Sequence[str], starts: Sequence[str]) -> onnx.ModelProto:
-    """Return the nodes from the starts, or from the inputs, to the outputs."""
-    graph = model.graph
-    kept, needed = nodes_between(graph, list(outputs), set(starts))
-    part = onnx.ModelProto(ir_version=max(model.ir_version, 4))
-    part.opset_import.extend(model.opset_import)
-    part.functions.extend(model.functions)
-    part.graph.name = graph.name
-    part.graph.node.extend(kept)
-    for name in starts:
-        part.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
-    weights = {tensor.name for tensor in graph.initializer}
-    part.graph.input.extend(value for value in graph.input if value.name in needed - weights - {*starts})
-    declared = {value.name: value for value in graph.output}
-    for name in outputs:
-        # a type without a shape, which an inner tensor may have none of
-        part.graph.output.append(declared.get(name) or helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
-    part.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in needed)
-    return part

@@ -112,18 +112,26 @@ def dense_detections(outputs: Sequence[Tensor], loss: LossConfig) -> Sequence[Te
     head = family.head(outputs, loss)
     boxes = family.decode(head) / head.size.repeat(2)
     confidence = family.confidence(head)
-    found = []
-    for scores, corners in zip(confidence, boxes, strict=True):
-        best = scores.flatten().topk(min(MOST_COMPARED, scores.numel()))
-        is_found = best.values > LEAST_SCORE
-        values, pairs = best.values[is_found], best.indices[is_found]
-        rows, classes = pairs // scores.shape[-1], pairs % scores.shape[-1]
-        if not family.keeps_all:
-            kept = _not_suppressed(corners[rows], classes)
-            values, rows, classes = values[kept], rows[kept], classes[kept]
-        columns = torch.cat([classes[:, None].to(corners.dtype), values[:, None], corners[rows]], 1)
-        found.append(columns[:MOST_DETECTIONS])
-    return found
+    return [
+        best_detections(corners, scores, keeps_all=family.keeps_all)
+        for corners, scores in zip(boxes, confidence, strict=True)
+    ]
+
+
+def best_detections(corners: Tensor, scores: Tensor, *, keeps_all: bool) -> Tensor:
+    """Return what was found in one image, as `dense_detections`. corners: [P, 4]; scores: of each class [P, C].
+
+    keeps_all: whether boxes of one class that overlap are kept.
+    """
+    best = scores.flatten().topk(min(MOST_COMPARED, scores.numel()))
+    is_found = best.values > LEAST_SCORE
+    values, pairs = best.values[is_found], best.indices[is_found]
+    rows, classes = pairs // scores.shape[-1], pairs % scores.shape[-1]
+    if not keeps_all:
+        kept = _not_suppressed(corners[rows], classes)
+        values, rows, classes = values[kept], rows[kept], classes[kept]
+    columns = torch.cat([classes[:, None].to(corners.dtype), values[:, None], corners[rows]], 1)
+    return columns[:MOST_DETECTIONS]
 
 
 def _not_suppressed(boxes: Tensor, classes: Tensor) -> Tensor:

@@ -209,6 +209,43 @@ def detector_file(family: str) -> onnx.ModelProto:
     return onnx.load_from_string(content.getvalue())
 
 
+PIXEL_MEAN = (0.4, 0.5, 0.6)
+PIXEL_STD = (0.2, 0.25, 0.3)
+INPUT = (36, 48)
+"""Height and width of the input of `image_file`, which is resized to 48 x 64 and padded to SIDE."""
+
+
+class _OfOneImage(nn.Module):
+    """A detector that normalises, resizes and pads one image, and finds the boxes in its pixels, as torchvision's."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.detector = Detector(family)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
+        images = nn.functional.interpolate(((x - mean) / std)[None], scale_factor=SIDE / INPUT[1], mode="bilinear")
+        images = nn.functional.pad(images, (0, 0, 0, SIDE - SIDE * INPUT[0] // INPUT[1]))
+        boxes, scores = self.detector(images)
+        return boxes[0] * (INPUT[1] / SIDE), scores[0]
+
+
+def image_file(family: str) -> onnx.ModelProto:
+    """The file of `retinanet` or `fcos` for one image: [3, 36, 48] -> boxes [n, 4], scores [n, CLASSES]."""
+    content = io.BytesIO()
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(
+            _OfOneImage(family).eval(),
+            (torch.zeros(3, *INPUT),),
+            content,
+            dynamo=False,
+            opset_version=17,
+            input_names=["image"],
+            output_names=["boxes", "scores"],
+        )
+    return onnx.load_from_string(content.getvalue())
+
+
 def with_selection(model: onnx.ModelProto) -> onnx.ModelProto:
     """The file of `retinanet` or `fcos` with NonMaxSuppression behind it: the boxes of one image that are kept."""
     copy = onnx.ModelProto()

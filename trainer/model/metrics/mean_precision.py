@@ -105,6 +105,8 @@ class MeanPrecision:
         if not predictions:
             return
         measured = _library().MeanAveragePrecision(backend="pycocotools", sync_on_compute=False, extended_summary=True)
+        # the rest of the boxes of an image counts for nothing, as the table of metrics says
+        measured.warn_on_many_detections = False
         measured.update(predictions, targets)
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints a table
             self._results = measured.compute()

@@ -122,7 +122,7 @@ def _agrees(raw: RawOutputs, family: Family, loss: LossConfig) -> str:
     except (ConfigError, RuntimeError):  # the channels are not those of the family
         return ""
     for _, rows in _tables(raw.run(values)):
-        for how, boxes in _readings(rows, raw.size):
+        for how, boxes in _readings(rows, raw):
             for coded, decoded in known.items():
                 if _are_among(boxes, decoded, raw.size):
                     return coded or how
@@ -138,11 +138,15 @@ def _tables(results: Sequence[Array]) -> Iterator[tuple[str, Array]]:
             yield f"{place} transposed", rows.T
 
 
-def _readings(rows: Array, size: tuple[int, int]) -> Iterator[tuple[str, Array]]:
-    """Yield (how, corners in pixels [n, 4]) for each way in which rows may hold boxes, in four of their columns."""
-    sides = np.array([*size, *size], np.float32)
+def _readings(rows: Array, raw: RawOutputs) -> Iterator[tuple[str, Array]]:
+    """Yield (how, corners in pixels [n, 4]) for each way in which rows may hold boxes, in four of their columns.
+
+    The pixels are those of the image that the first layer reads, which a file may have made of a larger input.
+    """
+    sides = np.array([*raw.size, *raw.size], np.float32)
+    pixels = np.array([*raw.scale, *raw.scale], np.float32)
     for first in range(min(rows.shape[1] - 3, MOST_BEFORE)):
-        for unit, scale in (("pixels", 1.0), ("shares of the image", sides)):
+        for unit, scale in (("pixels", pixels), ("shares of the image", sides)):
             own = rows[:, first : first + 4] * scale
             yield f"corners in {unit}, from column {first} on", own
             middles, halves = own[:, :2], own[:, 2:] / 2
@@ -213,7 +217,7 @@ def _measured_anchors(
             changed = _changed_rows(tables, background)
             for which, rows in tables.items():
                 row = changed.get(len(rows), 0)
-                for how, own in _readings(rows[row : row + 1], raw.size):
+                for how, own in _readings(rows[row : row + 1], raw):
                     boxes.setdefault(f"{which}, {how}", []).extend(own)
     for found in boxes.values():
         if len(found) == len(centres) and all(map(_is_there, found, centres)):

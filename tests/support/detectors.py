@@ -88,8 +88,9 @@ def _by_anchor(raw: list[list[Tensor]], kind: int, per_cell: int = 3) -> Tensor:
     found = []
     for level in raw:
         _, channels, height, width = level[kind].shape
-        table = level[kind].reshape(-1, per_cell, channels // per_cell, int(height), int(width))
-        found.append(table.permute(0, 3, 4, 1, 2).reshape(-1, int(height * width) * per_cell, channels // per_cell))
+        # as torchvision's: batch and grid from shapes, and the anchors open
+        table = level[kind].view(level[kind].shape[0], -1, int(channels) // per_cell, height, width)
+        found.append(table.permute(0, 3, 4, 1, 2).reshape(-1, int(height * width) * per_cell, int(channels) // per_cell))
     return torch.cat(found, 1)
 
 

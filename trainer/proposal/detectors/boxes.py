@@ -15,13 +15,15 @@ from pathlib import Path
 import onnx
 
 from onward.trainer.config.loss_rules import DENSE_LOSSES
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images.box_annotations import read_annotations
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.source_kinds import BOX_PAGE
 from onward.trainer.data.schema.allowed_files import folder_of
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.files.index import Index, dims_of
-from onward.trainer.proposal.detectors.dense_head import recognise
+from onward.trainer.onnx_graph.surgery.surgery import apply_surgery
+from onward.trainer.proposal.detectors.dense_head import DenseHead, recognise
 from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs
 from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.inputs import num_axes, shown
@@ -128,8 +130,26 @@ def _propose_dense(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Se
     draft.set("metrics", ["map", "map_50"], "")
     names = _class_names(facts)
     if names and len(names) != head.num_classes:
-        reason = f"the file has {head.num_classes} classes, the data others: the layers of its scores begin anew"
-        draft.set("model.num_classes", len(names), reason)
+        _propose_classes(draft, model, head, len(names))
+
+
+def _propose_classes(draft: Draft, model: onnx.ModelProto, head: DenseHead, number: int) -> None:
+    """Propose `model.num_classes`, or note that the data gets the first classes of a file that can have no others.
+
+    Raises ConfigError if the file can have no others, and fewer than the data.
+    """
+    reason = f"the file has {head.num_classes} classes, the data others"
+    new = {"output": head.loss.outputs, "loss": head.loss.name, "num_classes": number}
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    try:
+        apply_surgery(copy, ModelConfig.model_validate({"path": draft.value("model.path"), **new}), seed=0)
+    except ConfigError as error:
+        if number > head.num_classes:
+            raise
+        draft.notes.append(f"{reason}: they are trained as the first {number} ({error.problems[0]})")
+    else:
+        draft.set("model.num_classes", number, f"{reason}: the layers of its scores begin anew")
 
 
 def _class_names(facts: Facts) -> set[str]:

@@ -111,8 +111,9 @@ def _agrees(raw: RawOutputs, family: Family, loss: LossConfig) -> str:
     values = {}
     for level in raw.levels:
         for name, channels in zip(level.names, level.channels, strict=True):
-            # positive, as behind a Relu; a few scores are high enough to be kept
-            made = np.abs(random.normal(size=(1, channels, level.height, level.width)))
+            # positive, as behind a Relu; a few scores are high enough to be kept. The exponent of a greater code would
+            # magnify the rounding of anchors, and files limit it
+            made = np.abs(random.normal(size=(1, channels, level.height, level.width))).clip(max=2.0)
             values[name] = made.astype(np.float32)
     try:
         head = family.head([torch.from_numpy(values[name]) for name in loss.outputs], loss)

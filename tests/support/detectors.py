@@ -93,8 +93,11 @@ def _by_anchor(raw: list[list[Tensor]], kind: int, per_cell: int = 3) -> Tensor:
     found = []
     for level in raw:
         _, channels, height, width = level[kind].shape
-        table = level[kind].reshape(-1, per_cell, channels // per_cell, int(height), int(width))
-        found.append(table.permute(0, 3, 4, 1, 2).reshape(-1, int(height * width) * per_cell, channels // per_cell))
+        # as torchvision's: batch and grid from shapes, and the anchors open
+        table = level[kind].view(level[kind].shape[0], -1, int(channels) // per_cell, height, width)
+        found.append(
+            table.permute(0, 3, 4, 1, 2).reshape(-1, int(height * width) * per_cell, int(channels) // per_cell)
+        )
     return torch.cat(found, 1)
 
 
@@ -210,6 +213,43 @@ def detector_file(family: str) -> onnx.ModelProto:
             input_names=["image"],
             output_names=names,
             dynamic_axes={name: {0: "batch"} for name in ("image", *names)},
+        )
+    return onnx.load_from_string(content.getvalue())
+
+
+PIXEL_MEAN = (0.4, 0.5, 0.6)
+PIXEL_STD = (0.2, 0.25, 0.3)
+INPUT = (36, 48)
+"""Height and width of the input of `image_file`, which is resized to 48 x 64 and padded to SIDE."""
+
+
+class _OfOneImage(nn.Module):
+    """A detector that normalises, resizes and pads one image, and finds the boxes in its pixels, as torchvision's."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.detector = Detector(family)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
+        images = nn.functional.interpolate(((x - mean) / std)[None], scale_factor=SIDE / INPUT[1], mode="bilinear")
+        images = nn.functional.pad(images, (0, 0, 0, SIDE - SIDE * INPUT[0] // INPUT[1]))
+        boxes, scores = self.detector(images)
+        return boxes[0] * (INPUT[1] / SIDE), scores[0]
+
+
+def image_file(family: str) -> onnx.ModelProto:
+    """The file of `retinanet` or `fcos` for one image: [3, 36, 48] -> boxes [n, 4], scores [n, CLASSES]."""
+    content = io.BytesIO()
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(
+            _OfOneImage(family).eval(),
+            (torch.zeros(3, *INPUT),),
+            content,
+            dynamo=False,
+            opset_version=17,
+            input_names=["image"],
+            output_names=["boxes", "scores"],
         )
     return onnx.load_from_string(content.getvalue())
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import onnx
 
 from onward.trainer.config.loading import Override, load_config
+from onward.trainer.config.loss_rules import DENSE_LOSSES
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.completed_settings import completed
@@ -28,7 +29,7 @@ from onward.trainer.onnx_graph.surgery.preprocessing_nodes import WITHOUT_GRADIE
 from onward.trainer.onnx_import.driver import load_model
 from onward.trainer.proposal import targets as outputs
 from onward.trainer.proposal.audio_proposal import audio_input, propose_audio_column, propose_audio_files
-from onward.trainer.proposal.detectors.boxes import propose_boxes
+from onward.trainer.proposal.detectors.boxes import propose_boxes, propose_start
 from onward.trainer.proposal.draft import INPUTS, Draft
 from onward.trainer.proposal.image_proposal import propose_digits, propose_image_column, propose_image_settings
 from onward.trainer.proposal.inputs import num_axes, propose_columns, propose_source
@@ -68,15 +69,11 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     model = load_model(path)
     _refuse_trees(model, path)
     draft.set("model.path", str(path), "")
+    is_normalised = propose_start(draft, model)
     signature = _signature(draft, model, path)
     # a loss that the user names reads an output and labels, even in a file with a loss of its own
     loss = None if draft.is_given("model.loss") else outputs.own_loss(signature)
     candidates = [] if loss else outputs.targets(model, signature, draft.value("model.output"))
-    if not draft.is_given("model.output"):
-        for info in signature.outputs:
-            what, remedy = selected_output(model, info.name)
-            if what:
-                draft.notes.append(f"{what}; {remedy}")
     facts, is_text = _read_data(draft, path, source, signature)
     # the columns are windows from here on, so the data is read again
     if not is_text and propose_windows(draft, facts, signature.fed, candidates):
@@ -98,11 +95,12 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
         propose_columns(draft, facts, others, ())
     else:
         _propose_learned(draft, model, facts, others, candidates, task=task, has_images=bool(images))
+    _note_choices(draft, model, signature)
     # these read the label, the loss and the columns that are proposed by now
     propose_rows(draft, facts)
     propose_split(draft, facts)
     propose_vocabularies(draft, facts, model.graph, others)
-    is_without_trial = task in ("causal", "masked", "tokens") or bool(_declared_batch(signature))
+    is_without_trial = task in ("causal", "masked", "tokens") or is_normalised or bool(_declared_batch(signature))
     trained, why = _propose_preprocessing(draft, model, path, facts, others, can_try=not is_without_trial)
     is_dense = task in ("causal", "masked") or facts.format == "text" or draft.value("data.label") == "mask"
     propose_training(
@@ -115,6 +113,16 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     )
     _propose_fixed_batch(draft, signature)
     return draft
+
+
+def _note_choices(draft: Draft, model: onnx.ModelProto, signature: Signature) -> None:
+    """Note outputs that hold what an operator has chosen, unless the losses read tensors before it."""
+    if draft.is_given("model.output") or draft.value("loss.name") in DENSE_LOSSES:
+        return
+    for info in signature.outputs:
+        what, remedy = selected_output(model, info.name)
+        if what:
+            draft.notes.append(f"{what}; {remedy}")
 
 
 def _propose_preprocessing(
@@ -163,14 +171,16 @@ def _propose_learned(
 
 
 def _signature(draft: Draft, model: onnx.ModelProto, path: Path) -> Signature:
-    """Return inputs and outputs, of the part behind preprocessing where the file begins with strings.
+    """Return inputs and outputs, of the part behind preprocessing where the file begins with strings, or behind
+    `model.start`.
 
     Of a file whose first output has no gradient, such as the labels that skl2onnx writes, it is that of another one.
     """
     given = draft.value("model.output", "")
     readable = readable_output(model)
     is_first = readable == next((value.name for value in model.graph.output), "")
-    return read_training_signature(ModelConfig(path=path, output=given or ("" if is_first else readable)))
+    output = given or ("" if is_first else readable)
+    return read_training_signature(ModelConfig(path=path, output=output, start=draft.value("model.start", ())))
 
 
 def _refuse_trees(model: onnx.ModelProto, path: Path) -> None:

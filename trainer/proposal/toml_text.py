@@ -44,7 +44,7 @@ def as_text(draft: Draft, target: Path, title: str, urls: Mapping[str, str] = Ma
         *outer, name = parts_of(key)
         shown = Entry(_relative(key, entry.value, target, urls), entry.reason, entry.choices)
         if shown.value == {}:  # a table without settings, such as [data.image]
-            tables.setdefault(key, []).extend(_comment(shown.reason))
+            tables[key] = [*_comment(shown.reason), *tables.get(key, [])]
         else:
             tables.setdefault(".".join(outer), []).extend(_lines(name, shown))
     if inputs := {

@@ -55,12 +55,19 @@ def replace_detector_head(model: onnx.ModelProto, config: ModelConfig, *, seed: 
     olds = {_channels(layer, index) // number - kept for layer, number in zip(scores, anchors, strict=True)}
     if len(olds) != 1 or (old := olds.pop()) < 1:
         return [f"model.num_classes: the levels of the raw outputs have different numbers of classes: {sorted(olds)}"]
+    # all levels may share their layers, as in RetinaNet
+    if shared := [
+        layer.input[1] for layer in scores if not all(each in scores for each in index.readers[layer.input[1]])
+    ]:
+        return [f"model.num_classes: layers elsewhere use {shared[0]!r}, whose channels are classes; set model.untie"]
     channels = slice(first, first + old)
     before = {layer.output[0]: _channels(layer, index) for layer in scores}
     types = infer_types(model)
-    for layer, number in zip(scores, anchors, strict=True):
+    distinct = {layer.input[1]: (layer, number) for layer, number in zip(scores, anchors, strict=True)}
+    for layer, number in distinct.values():
         _replace_channels(layer, index, number, channels, config.num_classes, rule, seed=seed)
-    return _adapt(model, types, {name: (old, _channels(index.makers[name], index)) for name, old in before.items()})
+    lengths = {name: (length, _channels(index.makers[name], index)) for name, length in before.items()}
+    return _adapt(model, types, lengths, (old + kept, config.num_classes + kept))
 
 
 # -- the layers
@@ -87,11 +94,6 @@ def _layer_before(name: str, index: Index) -> onnx.NodeProto:
         raise ConfigError(
             f"model.num_classes: raw output {name!r} is not the result of a convolution with stored weights; name the "
             "results of the last convolutions in loss.output"
-        )
-    if len(index.readers[node.input[1]]) > 1:
-        raise ConfigError(
-            f"model.num_classes: {len(index.readers[node.input[1]])} layers use {node.input[1]!r}, whose channels are "
-            "classes; set model.untie"
         )
     return node
 
@@ -130,11 +132,15 @@ def _replace_channels(
 
 
 def _adapt(
-    model: onnx.ModelProto, before: Mapping[str, onnx.ValueInfoProto], scores: Mapping[str, tuple[int, int]]
+    model: onnx.ModelProto,
+    before: Mapping[str, onnx.ValueInfoProto],
+    scores: Mapping[str, tuple[int, int]],
+    of_anchor: tuple[int, int],
 ) -> list[str]:
     """Change lengths behind the layers of scores, and forget the declared ones; return the problems.
 
     before: the types of all results, as they were. scores: result of a layer -> its channels, before and from now on.
+    of_anchor: the channels of one anchor, likewise.
     """
     index = Index(model.graph)
     # the length of the axis with the classes in each result that has them, before and from now on
@@ -146,7 +152,13 @@ def _adapt(
         old, now = read[0]
         results = list(node.output)
         if node.op_type in ("Reshape", "Expand"):
-            old, now = _reshaped(node, index, old, now)
+            old, now = _reshaped(node, index, (old, now), of_anchor)
+        elif node.op_type == "Gather" and _takes_last_class(node, index, old):
+            return [
+                f"model.num_classes: Gather {node.name!r} takes class {old - 1} by its number, as files do that choose "
+                "among the boxes of each class alone: another number of classes cannot follow; leave model.num_classes "
+                "out and train the first classes of the file, or export it with as many as the data has"
+            ]
         elif node.op_type == "Split":
             sizes = _split_sizes(node, index)
             # the classes are in the last part; parts of equal length are another division
@@ -171,16 +183,26 @@ def _adapt(
     return _declare(model, lengths)
 
 
-def _reshaped(node: onnx.NodeProto, index: Index, old: int, now: int) -> tuple[int, int]:
+def _takes_last_class(node: onnx.NodeProto, index: Index, length: int) -> bool:
+    """Return whether a Gather takes the last entry of the axis with the classes, by a stored number."""
+    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+    return axis != 0 and length > 1 and _array(node.input[1], index).reshape(-1).tolist() == [length - 1]
+
+
+def _reshaped(
+    node: onnx.NodeProto, index: Index, lengths: tuple[int, int], of_anchor: tuple[int, int]
+) -> tuple[int, int]:
     """Change the entry of a shape that holds the classes; return its length before and from now on.
 
     Entries beside each other whose product is the old length, such as 3 anchors and 85 channels of 255, have taken its
-    place. One of them changes in the ratio of the lengths. Where there are none, -1 adapts by itself.
+    place. One of them changes in the ratio of the lengths. Where there are none, -1 adapts by itself: it stands for the
+    anchors in [N, -1, 85, H, W], where the length of one anchor changes.
     """
+    old, now = lengths
     entries = []
     for reader, slot in _stored_lengths(node, 1, index):
-        lengths = _array(reader.input[slot], index).flat
-        entries += [(reader, slot, place, int(length)) for place, length in enumerate(lengths)]
+        stored = _array(reader.input[slot], index).flat
+        entries += [(reader, slot, place, int(length)) for place, length in enumerate(stored)]
     for start in range(len(entries)):
         for end in range(start + 1, len(entries) + 1):
             group = entries[start:end]
@@ -190,6 +212,11 @@ def _reshaped(node: onnx.NodeProto, index: Index, old: int, now: int) -> tuple[i
                 if length * now % old == 0:
                     _store(reader, slot, place, length * now // old, index)
                     return length, length * now // old
+    own = [entry for entry in entries if entry[3] == of_anchor[0]]
+    if own and any(length == -1 for *_, length in entries):
+        reader, slot, place, _ = own[0]
+        _store(reader, slot, place, of_anchor[1], index)
+        return of_anchor
     return old, now
 
 

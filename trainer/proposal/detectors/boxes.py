@@ -4,6 +4,7 @@ photos/  beside  annotations.json             data.image.boxes = "../annotations
 images/train  beside  labels/train            data.image.boxes = "../../labels/{source}"
 outputs [batch, queries, classes] and [batch, queries, 4]      set_classes, set_l1, set_giou
 a detector with a grid, recognised by its decoding             the loss of its family (dense_head.py)
+one whose input is an image without a batch                    model.start = the batch that it makes (image_start.py)
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from pathlib import Path
 import onnx
 
 from onward.trainer.config.loss_rules import DENSE_LOSSES
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images.box_annotations import read_annotations
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.source_kinds import BOX_PAGE
 from onward.trainer.data.schema.allowed_files import folder_of
 from onward.trainer.errors import ConfigError
-from onward.trainer.proposal.detectors.dense_head import recognise
+from onward.trainer.onnx_graph.files.index import Index, dims_of
+from onward.trainer.onnx_graph.surgery.surgery import apply_surgery
+from onward.trainer.proposal.detectors.dense_head import DenseHead, recognise
 from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs
 from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.inputs import num_axes, shown
@@ -33,6 +37,8 @@ PIXELS: Mapping[str, Mapping[str, object]] = {
     "yolox": {**SHARES, "scale": 1.0, "color": "bgr"},
 }
 """Family -> the preprocessing of its own training, which is proposed unless a trial finds another one."""
+LARGE_STD = 2.0
+"""Pixels from 0 to 1 have a smaller standard deviation; a file that divides by more takes pixels from 0 to 255."""
 WEIGHTS = {"set_classes": 1.0, "set_l1": 5.0, "set_giou": 2.0}
 """Of the losses, as in DETR."""
 
@@ -70,6 +76,33 @@ def propose_boxes(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Seq
     return [column]
 
 
+def propose_start(draft: Draft, model: onnx.ModelProto) -> bool:
+    """Propose `model.start`, with the size and the pixels of its images, for a detector whose input has no batch.
+
+    Return whether the file itself normalises the pixels, so that no other values need a trial.
+    """
+    stored = Index(model.graph).stored
+    inputs = [value for value in model.graph.input if value.name not in stored]
+    if draft.is_given("model.start") or len(inputs) != 1 or len(dims_of(inputs[0]) or []) != 3:
+        return False
+    raw = find_raw_outputs(model, Path(draft.value("model.path")).parent)
+    start = raw.start if raw else None
+    if start is None:
+        return False
+    image = inputs[0].name
+    reason = f"the batch of one that the file makes of {image}, an image alone: training feeds batches of any size"
+    draft.set("model.start", [start.name], reason)
+    height, width = start.size
+    draft.set("data.image.size", height if height == width else [height, width], "that of this batch")
+    if start.std:
+        is_bytes = max(start.std) > LARGE_STD
+        draft.set("data.image.mean", list(start.mean), f"as the file normalises {image}, measured by running it")
+        draft.set("data.image.std", list(start.std), "")
+        if is_bytes:
+            draft.set("data.image.scale", 1.0, f"{image} has pixels from 0 to 255")
+    return bool(start.std)
+
+
 def _propose_dense(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Sequence[Target]) -> None:
     """Propose the loss of the family of a detector with a grid. Raises ConfigError if none is recognised."""
     raw = find_raw_outputs(model, Path(draft.value("model.path")).parent)
@@ -91,12 +124,32 @@ def _propose_dense(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Se
         anchors = [[list(sides) for sides in level] for level in head.loss.anchors]
         draft.set("loss.anchors", anchors, "read from the boxes that the file computes")
     for key, value in PIXELS.get(head.loss.name, {}).items():
-        draft.set(f"data.image.{key}", value, f"as {head.loss.name} is trained")
+        # a file that normalises pixels itself says how
+        if key == "resize" or "data.image.mean" not in draft.entries:
+            draft.set(f"data.image.{key}", value, f"as {head.loss.name} is trained")
     draft.set("metrics", ["map", "map_50"], "")
     names = _class_names(facts)
     if names and len(names) != head.num_classes:
-        reason = f"the file has {head.num_classes} classes, the data others: the layers of its scores begin anew"
-        draft.set("model.num_classes", len(names), reason)
+        _propose_classes(draft, model, head, len(names))
+
+
+def _propose_classes(draft: Draft, model: onnx.ModelProto, head: DenseHead, number: int) -> None:
+    """Propose `model.num_classes`, or note that the data gets the first classes of a file that can have no others.
+
+    Raises ConfigError if the file can have no others, and fewer than the data.
+    """
+    reason = f"the file has {head.num_classes} classes, the data others"
+    new = {"output": head.loss.outputs, "loss": head.loss.name, "num_classes": number}
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    try:
+        apply_surgery(copy, ModelConfig.model_validate({"path": draft.value("model.path"), **new}), seed=0)
+    except ConfigError as error:
+        if number > head.num_classes:
+            raise
+        draft.notes.append(f"{reason}: they are trained as the first {number} ({error.problems[0]})")
+    else:
+        draft.set("model.num_classes", number, f"{reason}: the layers of its scores begin anew")
 
 
 def _class_names(facts: Facts) -> set[str]:

@@ -113,8 +113,9 @@ def _agrees(raw: RawOutputs, family: Family, loss: LossConfig) -> str:
     values = {}
     for level in raw.levels:
         for name, channels in zip(level.names, level.channels, strict=True):
-            # positive, as behind a Relu; a few scores are high enough to be kept
-            made = np.abs(random.normal(size=(1, channels, level.height, level.width)))
+            # positive, as behind a Relu; a few scores are high enough to be kept. The exponent of a greater code would
+            # magnify the rounding of anchors, and files limit it
+            made = np.abs(random.normal(size=(1, channels, level.height, level.width))).clip(max=2.0)
             values[name] = made.astype(np.float32)
     try:
         head = family.head([torch.from_numpy(values[name]) for name in loss.outputs], loss)
@@ -127,7 +128,7 @@ def _agrees(raw: RawOutputs, family: Family, loss: LossConfig) -> str:
     for table in box_tables(results):
         rows = table.rows(results)
         for columns in box_columns(rows.shape[1]):
-            boxes = columns.corners(rows, raw.size)
+            boxes = columns.corners(rows, raw.size, raw.scale)
             for coded, decoded in known.items():
                 if _are_among(boxes, decoded, raw.size):
                     return coded or str(columns)
@@ -190,7 +191,7 @@ def _measured_anchors(
             for table, rows in tables.items():
                 row = changed.get(len(rows), 0)
                 for columns in box_columns(rows.shape[1]):
-                    own = columns.corners(rows[row : row + 1], raw.size)
+                    own = columns.corners(rows[row : row + 1], raw.size, raw.scale)
                     boxes.setdefault((table, columns), []).extend(own)
     for found in boxes.values():
         if len(found) == len(centres) and all(map(_is_there, found, centres)):

@@ -23,6 +23,7 @@ from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.graph_parts import part_between
 from onward.trainer.onnx_graph.outputs import is_numeric
 from onward.trainer.onnx_graph.surgery.selections import LAYERS
+from onward.trainer.proposal.detectors.image_start import ImageStart, find_image_start
 
 OPEN_SIDE = 320
 """Pixels of an input whose size the file leaves open."""
@@ -49,11 +50,20 @@ class RawOutputs:
     strides: tuple[tuple[float, ...], ...]
     """What may be the strides of the levels, in pixels of the input: powers of 2, or the sides divided by the cells."""
     size: tuple[int, int]
-    """Width and height of the input."""
+    """Width and height of the image that the first layer reads, without what the file pads it with."""
+    of_input: tuple[int, ...]
+    """Height and width of the input, whose pixels those of the boxes are."""
+    start: ImageStart | None
+    """Where the file makes a batch of its input [channels, height, width]; None if the input is one."""
     end: onnxruntime.InferenceSession
     """The part of the file behind the raw outputs."""
     fed: Mapping[str, Array]
     """Inputs of the file that its end reads too, as for their shapes."""
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Pixels of the first layer for each pixel of the input, in x and y."""
+        return self.size[0] / self.of_input[1], self.size[1] / self.of_input[0]
 
     def run(self, raw: Mapping[str, Array]) -> list[Array]:
         """Return the outputs of the file for raw outputs [1, channels, height, width] of these values."""
@@ -90,17 +100,20 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     image = np.random.default_rng(0).random(shape).astype(np.float32)
     feed = {fed[0].name: image}
     try:
+        start = find_image_start(model, names, fed[0], shape, folder) if len(dims) == 3 else None
         results = open_session(part_between(model, names, ()), base=folder).run(names, feed)
         end = open_session(part_between(model, [value.name for value in model.graph.output], names), base=folder)
     except Exception:  # onnxruntime's errors have no common base class: `onward doctor` says why it does not run
         return None
     levels = _levels(names, results)
+    height, width = start.size if start else shape[-2:]
     read = {value.name for value in end.get_inputs()}
     kept = {name: value for name, value in feed.items() if name in read}
-    powers = tuple(_power_of_2(image.shape[-2:], level) for level in levels)
-    shares = tuple(image.shape[-1] / level.width for level in levels)
+    powers = tuple(_power_of_2((height, width), level) for level in levels)
+    shares = tuple(width / level.width for level in levels)
     strides = (powers, shares) if all(powers) and powers != shares else (shares,)
-    return RawOutputs(levels, strides, (image.shape[-1], image.shape[-2]), end, kept) if levels else None
+    size = start.filled if start else (width, height)
+    return RawOutputs(levels, strides, size, shape[-2:], start, end, kept) if levels else None
 
 
 def _last_layers(index: Index, outputs: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
@@ -91,3 +91,39 @@ def test_raw_outputs_that_are_no_convolutions_are_refused() -> None:
     (joined,) = (node.output[0] for node in model.graph.node if node.op_type == "Softmax")
     with pytest.raises(ConfigError, match=r"is not the result of a convolution with stored weights; name the results"):
         changed(model, "yolov8", (joined,), 3)
+
+
+def test_levels_may_share_the_layer_of_their_scores() -> None:
+    model = detector_file("retinanet")
+    for node in model.graph.node:
+        if node.op_type == "Conv" and "heads." in node.input[1]:
+            kind = node.input[1].split(".")[2]
+            node.input[1:] = [f"heads.0.{kind}.weight", f"heads.0.{kind}.bias"]
+    other = changed(model, "retinanet", raw_names(model), 5)
+    raw = find_raw_outputs(other, Path())
+    assert raw
+    head = recognise(raw)
+    assert head
+    assert (head.num_classes, open_session(other).run(["scores"], {"images": IMAGE})[0].shape[-1]) == (5, 5)
+
+
+def test_a_layer_that_others_share_is_refused() -> None:
+    model = detector_file("retinanet")
+    names = raw_names(model)
+    shared = next(node for node in model.graph.node if node.output[0] == names[1])
+    copy = onnx.NodeProto()
+    copy.CopyFrom(shared)
+    copy.output[0], copy.name = "elsewhere", "elsewhere"
+    model.graph.node.append(copy)
+    with pytest.raises(ConfigError, match=r"layers elsewhere use 'heads\.0\.1\.weight', whose channels are classes"):
+        changed(model, "retinanet", names, 5)
+
+
+def test_a_file_that_takes_each_class_by_its_number_is_refused() -> None:
+    model = detector_file("retinanet")
+    last = helper.make_tensor("last", TensorProto.INT64, [], [CLASSES - 1])
+    model.graph.initializer.append(last)
+    model.graph.node.append(helper.make_node("Gather", ["scores", "last"], ["of_class"], "choice", axis=2))
+    model.graph.output.append(helper.make_tensor_value_info("of_class", TensorProto.FLOAT, ["n", "cells"]))
+    with pytest.raises(ConfigError, match=r"Gather 'choice' takes class 1 by its number.* train the first classes"):
+        changed(model, "retinanet", raw_names(model), 5)

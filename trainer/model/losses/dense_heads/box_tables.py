@@ -54,11 +54,13 @@ class BoxColumns:
         unit = "shares of the image" if self.in_shares else "pixels"
         return f"{form} in {unit}, from column {self.first} on"
 
-    def corners(self, rows: Array, size: tuple[int, int]) -> Array:
-        """Return corners in pixels [rows, 4]. size: width and height of the image."""
-        own = rows[:, self.first : self.first + 4]
-        if self.in_shares:
-            own = own * np.array([*size, *size], np.float32)
+    def corners(self, rows: Array, size: tuple[int, int], scale: tuple[float, float] = (1.0, 1.0)) -> Array:
+        """Return corners in pixels [rows, 4].
+
+        size: width and height of the image. scale: its pixels for each pixel of the table, in x and y.
+        """
+        unit = size if self.in_shares else scale
+        own = rows[:, self.first : self.first + 4] * np.array([*unit, *unit], np.float32)
         if not self.is_centred:
             return own
         middles, halves = own[:, :2], own[:, 2:] / 2

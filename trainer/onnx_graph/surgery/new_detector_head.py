@@ -56,10 +56,9 @@ def replace_detector_head(model: onnx.ModelProto, config: ModelConfig, *, seed: 
     if len(olds) != 1 or (old := olds.pop()) < 1:
         return [f"model.num_classes: the levels of the raw outputs have different numbers of classes: {sorted(olds)}"]
     # all levels may share their layers, as in RetinaNet
-    if shared := [
-        layer.input[1] for layer in scores if not all(each in scores for each in index.readers[layer.input[1]])
-    ]:
-        return [f"model.num_classes: layers elsewhere use {shared[0]!r}, whose channels are classes; set model.untie"]
+    for weight in dict.fromkeys(layer.input[1] for layer in scores):
+        if any(reader not in scores for reader in index.readers[weight]):
+            return [f"model.num_classes: layers elsewhere use {weight!r}, whose channels are classes; set model.untie"]
     channels = slice(first, first + old)
     before = {layer.output[0]: _channels(layer, index) for layer in scores}
     types = infer_types(model)

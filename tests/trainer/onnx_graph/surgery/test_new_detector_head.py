@@ -104,7 +104,7 @@ def test_levels_may_share_the_layer_of_their_scores() -> None:
     assert raw
     head = recognise(raw)
     assert head
-    assert (head.num_classes, open_session(other).run(["scores"], {"images": IMAGE})[0].shape[-1]) == (5, 5)
+    assert (head.num_classes, open_session(other).run(["scores"], {"image": IMAGE})[0].shape[-1]) == (5, 5)
 
 
 def test_a_layer_that_others_share_is_refused() -> None:

@@ -47,6 +47,7 @@ def replace_detector_head(model: onnx.ModelProto, config: ModelConfig, *, seed: 
         levels = _by_level(layers, rule, index)
     except ConfigError as error:
         return list(error.problems)
+    # where one layer has the channels of all roles, the classes stand behind some of them
     joined = len(levels[0]) == 1
     first = sum(list(rule.roles.values())[: list(rule.roles).index("scores")]) if joined else rule.background
     kept = sum(rule.roles.values()) if joined else rule.background
@@ -74,6 +75,7 @@ def replace_detector_head(model: onnx.ModelProto, config: ModelConfig, *, seed: 
 
 def _by_level(layers: Sequence[onnx.NodeProto], rule: LossRule, index: Index) -> list[Sequence[onnx.NodeProto]]:
     """Return the layers of each level: one with the channels of all roles, or one for each role."""
+    # raw outputs are named level by level, in the order of the roles
     number = len(rule.roles)
     channels = {_channels(layer, index) for layer in layers}
     # those of three roles have different channels, unless each layer has all of them
@@ -116,12 +118,15 @@ def _replace_channels(
     """Draw the channels of classes of weight and bias, and keep the others, anchor by anchor."""
     for slot, name in enumerate(node.input[1:3], start=1):
         stored = numpy_helper.to_array(index.stored[name])
+        # [anchors, channels of one anchor, ...]
         by_anchor = stored.reshape(anchors, -1, *stored.shape[1:])
         shape = (anchors, new, *stored.shape[1:])
         bound = 1 / math.sqrt(math.prod(index.stored[node.input[1]].dims[1:]))
         drawn = np.random.default_rng([seed, zlib.crc32(name.encode())]).uniform(-bound, bound, shape)
         if slot == 2 and not rule.background:
+            # so that the many cells without an object do not outweigh the others at first
             drawn = np.full(shape, -math.log((1 - RARE) / RARE))
+        # boxes, objectness and the background stay
         parts = [by_anchor[:, : channels.start], drawn.astype(stored.dtype), by_anchor[:, channels.stop :]]
         values = np.concatenate(parts, 1).reshape(-1, *stored.shape[1:])
         index.stored[name].CopyFrom(numpy_helper.from_array(values, name))
@@ -145,6 +150,7 @@ def _adapt(
     # the length of the axis with the classes in each result that has them, before and from now on
     lengths = dict(scores)
     for node in model.graph.node:
+        # what depends on the classes, in topological order
         read = [lengths[name] for name in node.input if name in lengths]
         if not read or node.op_type in ("Shape", "Size"):
             continue
@@ -159,6 +165,7 @@ def _adapt(
                 "out and train the first classes of the file, or export it with as many as the data has"
             ]
         elif node.op_type == "Split":
+            # such as distances and classes
             sizes = _split_sizes(node, index)
             # the classes are in the last part; parts of equal length are another division
             if len(set(sizes)) > 1 and sum(sizes) == old:
@@ -166,11 +173,13 @@ def _adapt(
                 old, now = sizes[-1], sizes[-1] + now - old
                 results = results[-1:]
         elif node.op_type == "Slice":
+            # a slice in front of the classes has none of them
             start, end = (int(_array(name, index).flat[0]) for name in node.input[1:3])
             if 0 <= end < old:
                 continue
             old, now = old - start, now - start
         elif node.op_type == "Concat" and len(read) < len(node.input):
+            # boxes or objectness beside the classes, or all levels behind each other
             joined = _joined_length(node, before)
             old, now = joined or old, (joined or old) + now - old
         lengths.update(dict.fromkeys(results, (old, now)))
@@ -202,6 +211,7 @@ def _reshaped(
     for reader, slot in _stored_lengths(node, 1, index):
         stored = _array(reader.input[slot], index).flat
         entries += [(reader, slot, place, int(length)) for place, length in enumerate(stored)]
+    # the shortest groups first: a single entry, then two beside each other
     for start in range(len(entries)):
         for end in range(start + 1, len(entries) + 1):
             group = entries[start:end]
@@ -242,6 +252,7 @@ def _resize_last_part(node: onnx.NodeProto, index: Index, difference: int) -> No
 
 def _joined_length(node: onnx.NodeProto, before: Mapping[str, onnx.ValueInfoProto]) -> int | None:
     """Return the length of the axis along which a Concat joins, as it was; None if it is not known."""
+    # every Concat has it
     axis = next(attribute.i for attribute in node.attribute if attribute.name == "axis")
     dims = dims_of(before.get(node.output[0]))
     return dims[axis] if dims else None

@@ -60,6 +60,7 @@ def recognise(raw: RawOutputs) -> DenseHead | None:
     A file may write boxes as they are coded, as YOLOX does by default: one with boxes, objectness and scores is that.
     """
     for name, family in FAMILIES.items():
+        # the first family whose decoding agrees
         for order, strides in itertools.product(_orders(raw.levels, family), raw.strides):
             outputs = tuple(level.names[place] for level in raw.levels for place in order)
             for anchors in _anchors(raw, family, order, strides):
@@ -85,10 +86,12 @@ def _orders(levels: Sequence[Level], family: Family) -> Iterator[tuple[int, ...]
 
 
 def _fits(channels: Sequence[int], family: Family) -> bool:
+    # anchors of a cell, by each role whose channels are known
     fixed = {own // wanted for own, wanted in zip(channels, family.rule.roles.values(), strict=True) if wanted}
     whole = all(own % wanted == 0 for own, wanted in zip(channels, family.rule.roles.values(), strict=True) if wanted)
     if not whole or len(fixed) != 1:
         return False
+    # all roles agree on the anchors of a cell
     (per_cell,) = fixed
     scores = channels[list(family.rule.roles).index("scores")]
     if scores // per_cell <= family.rule.background:
@@ -97,6 +100,7 @@ def _fits(channels: Sequence[int], family: Family) -> bool:
 
 
 def _num_classes(level: Level, family: Family, order: Sequence[int], anchors: Anchors) -> int:
+    # what is left of one anchor behind the other roles are its classes
     per_cell = len(anchors[0]) if anchors else 1
     if len(order) == 1:
         return level.channels[0] // per_cell - sum(family.rule.roles.values())
@@ -118,12 +122,14 @@ def _agrees(raw: RawOutputs, family: Family, loss: LossConfig) -> str:
             made = np.abs(random.normal(size=(1, channels, level.height, level.width))).clip(max=2.0)
             values[name] = made.astype(np.float32)
     try:
+        # the decoding of this family, from the same values
         head = family.head([torch.from_numpy(values[name]) for name in loss.outputs], loss)
         known = {"": family.decode(head)[0].numpy()}
         if family.may_be_coded:
             known[CODED] = head.codes[0].numpy()
     except (ConfigError, RuntimeError):  # the channels are not those of the family
         return ""
+    # the decoding of the file
     results = raw.run(values)
     for table in box_tables(results):
         rows = table.rows(results)
@@ -138,6 +144,7 @@ def _agrees(raw: RawOutputs, family: Family, loss: LossConfig) -> str:
 def _are_among(boxes: Array, decoded: Array, size: tuple[int, int]) -> bool:
     """Return whether each of the boxes [n, 4] is one of the decoded ones, or such a one within the image."""
     distinct = distinct_boxes(boxes)
+    # not all of tens of thousands
     some = distinct[:: max(1, -(-len(distinct) // MOST_COMPARED))]
     return len(some) > 0 and bool(same_boxes(some, decoded, size).any(1).all())
 
@@ -151,6 +158,7 @@ def _anchors(raw: RawOutputs, family: Family, order: Sequence[int], strides: Seq
         yield ()
         return
     for numbers in _numbers_of_anchors(raw.levels, family, order):
+        # several ways to read an output may give the same anchors
         seen = []
         for found in _measured_anchors(raw, family, order, numbers, strides):
             if found not in seen:
@@ -161,6 +169,7 @@ def _anchors(raw: RawOutputs, family: Family, order: Sequence[int], strides: Seq
 def _numbers_of_anchors(levels: Sequence[Level], family: Family, order: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield how many anchors a cell of each level may have."""
     if len(order) > 1:
+        # boxes have four channels for each anchor
         boxes = order[list(family.rule.roles).index("boxes")]
         yield tuple(level.channels[boxes] // family.rule.roles["boxes"] for level in levels)
         return
@@ -178,15 +187,18 @@ def _measured_anchors(
     The boxes are coded as a fraction of their anchors, so that no border of the image cuts them off.
     """
     code, fraction = _small_code(family)
+    # what the file returns where there is no object at all
     background = _rows_of_tables(raw.run(_filled(raw, family, order, numbers, code)))
     boxes: dict[tuple[Table, BoxColumns], list[Array]] = {}
     centres = []
     for place, (level, number) in enumerate(zip(raw.levels, numbers, strict=True)):
         stride = strides[place]
+        # any cell would do; those in the middle are not cut off
         cell = np.array([level.width // 2 + 0.5, level.height // 2 + 0.5]) * stride
         for anchor in range(number):
             centres.append((cell, stride))
             tables = _rows_of_tables(raw.run(_filled(raw, family, order, numbers, code, (place, anchor))))
+            # of dense outputs the row of the anchor, of chosen ones the first
             changed = _changed_rows(tables, background)
             for table, rows in tables.items():
                 row = changed.get(len(rows), 0)
@@ -194,6 +206,7 @@ def _measured_anchors(
                     own = columns.corners(rows[row : row + 1], raw.size, raw.scale)
                     boxes.setdefault((table, columns), []).extend(own)
     for found in boxes.values():
+        # boxes at other places are no boxes, or read in a wrong way
         if len(found) == len(centres) and all(map(_is_there, found, centres)):
             sides = iter([_rounded((box[2:] - box[:2]) / fraction) for box in found])
             yield tuple(tuple(next(sides) for _ in range(number)) for number in numbers)
@@ -223,12 +236,14 @@ def _changed_rows(tables: Mapping[Table, Array], before: Mapping[Table, Array]) 
 
 def _is_there(box: Array, centre: tuple[Array, float]) -> bool:
     middle, stride = centre
+    # anchors may be shifted by half a cell, and belong to the cell still
     sides = box[2:] - box[:2]
     return bool((sides > 0).all() and np.abs((box[:2] + box[2:]) / 2 - middle).max() <= stride)
 
 
 def _small_code(family: Family) -> tuple[float, float]:
     """Return the code of a side that is a small fraction of that of the anchor, and this fraction."""
+    # families scale their codes by 1, 5 or otherwise
     for code in CODES:
         codes = torch.tensor([0.0, 0.0, code, code]).reshape(1, 1, 4)
         one = torch.ones(1, 2)
@@ -254,6 +269,7 @@ def _filled(
     """
     values = {}
     for place, (level, number) in enumerate(zip(raw.levels, numbers, strict=True)):
+        # channels of one anchor
         total = sum(level.channels[each] for each in order) // number
         rest = total - sum(family.rule.roles.values())
         parts = []
@@ -263,9 +279,11 @@ def _filled(
                 made[:, :, 2:] = code
             else:
                 made += LEAST
+                # everywhere the background is certain
                 if role == "scores" and family.rule.background:
                     made[:, :, 0] = GREATEST
                 if found and found[0] == place:
+                    # in the cell of the object its first class is certain instead
                     cell = made[0, found[1], :, level.height // 2, level.width // 2]
                     cell[:] = LEAST
                     cell[family.rule.background if role == "scores" else 0] = GREATEST

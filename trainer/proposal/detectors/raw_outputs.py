@@ -91,8 +91,10 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     if dims is None or len(dims) not in (3, 4):
         return None
     names = _last_layers(index, [value.name for value in model.graph.output if is_numeric(value)])
+    # a file of many branches is no detector with a few levels
     if not 0 < len(names) <= MOST_RAW:
         return None
+    # without an axis of the batch the file makes a batch of one
     channels, height, width = dims[-3:]
     # a size that the file leaves open may be any
     sides = height or OPEN_SIDE, width or OPEN_SIDE
@@ -105,6 +107,7 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
         end = open_session(part_between(model, [value.name for value in model.graph.output], names), base=folder)
     except Exception:  # onnxruntime's errors have no common base class: `onward doctor` says why it does not run
         return None
+    # tensors of one size of grid are one level
     levels = _levels(names, results)
     height, width = start.size if start else shape[-2:]
     read = {value.name for value in end.get_inputs()}
@@ -136,6 +139,7 @@ def _last_layers(index: Index, outputs: Sequence[str]) -> list[str]:
 
 def _is_mean_of_bins(node: onnx.NodeProto, index: Index) -> bool:
     """Return whether a layer multiplies probabilities by 0, 1, 2, ...: the decoding of distributions of distances."""
+    # such a layer is a convolution of one output, or a product, with a stored weight
     tensor = index.stored.get(node.input[1]) if len(node.input) > 1 else None
     if tensor is None or max(tensor.dims, default=0) > 64:
         return False
@@ -145,6 +149,7 @@ def _is_mean_of_bins(node: onnx.NodeProto, index: Index) -> bool:
 
 def _after_relu(name: str, index: Index, seen: set[str]) -> str:
     """Return the result of the Relu behind a layer, where the outputs are computed from that alone."""
+    # `seen` has what the outputs are computed from, so readers elsewhere do not count
     behind = [made for made in seen if name in index.makers[made].input]
     is_relu = len(behind) == 1 and index.makers[behind[0]].op_type == "Relu"
     return behind[0] if is_relu else name
@@ -152,6 +157,7 @@ def _after_relu(name: str, index: Index, seen: set[str]) -> str:
 
 def _power_of_2(sides: Sequence[int], level: Level) -> float:
     """Return the stride with which the sides are as many whole or begun cells; 0 if there is none."""
+    # convolutions with a stride of 2 round up
     for stride in (2**power for power in range(1, 9)):
         if [-(-side // stride) for side in sides] == [level.height, level.width]:
             return float(stride)

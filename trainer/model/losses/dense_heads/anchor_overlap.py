@@ -63,6 +63,7 @@ def retinanet_loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLos
     classes, boxes, is_trained = head.objects(labels)
     overlap = _overlap(head, boxes, is_trained)
     greatest, places = overlap.max(1)
+    # between the two limits an anchor neither has an object nor is background
     matched = torch.where(greatest < MATCHED, NOT_COUNTED, places)
     matched = torch.where(greatest < BACKGROUND, NONE, matched)
     # anchors that are the best of some object keep theirs, however little they overlap
@@ -74,6 +75,7 @@ def retinanet_loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLos
     of_classes = (terms * (matched != NOT_COUNTED)).sum(1)
     has_object = matched >= 0
     of_boxes = (_offset_errors(head, matched, boxes, RETINANET_SCALES).abs().sum(-1) * has_object).sum(1)
+    # each image weighs the same, however many objects it has
     of_images = (of_classes + of_boxes) / has_object.sum(1).clamp(min=1)
     return DividedLoss(of_images.sum(), of_images.new_full((), len(of_images)))
 
@@ -85,6 +87,7 @@ def ssd_loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLoss:
     greatest, places = overlap.max(1)
     matched = torch.where(greatest < MATCHED, NONE, places)
     # the best anchor of each object has it; of two objects with one best anchor, the later one
+    # so that no object is without an anchor
     best = overlap.argmax(-1)
     is_best = F.one_hot(best, overlap.shape[-1]).bool() & is_trained[..., None]
     order = torch.arange(1, overlap.shape[1] + 1, device=best.device)[:, None]
@@ -96,6 +99,7 @@ def ssd_loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLoss:
     # class 0 is the background
     targets = torch.where(has_object, classes.gather(1, matched.clamp(min=0)) + 1, 0)
     entropy = F.cross_entropy(head.scores.transpose(1, 2), targets, reduction="none")
+    # the worst background of each image
     others = entropy.detach().masked_fill(has_object, -torch.inf)
     rank = others.argsort(1, descending=True).argsort(1)
     is_worst = rank < WORST_OTHERS * has_object.sum(1, keepdim=True)

@@ -63,6 +63,7 @@ class BoxColumns:
         own = rows[:, self.first : self.first + 4] * np.array([*unit, *unit], np.float32)
         if not self.is_centred:
             return own
+        # centre and size
         middles, halves = own[:, :2], own[:, 2:] / 2
         return np.concatenate([middles - halves, middles + halves], 1)
 
@@ -70,6 +71,7 @@ class BoxColumns:
 def tables(results: Sequence[Array]) -> Iterator[Table]:
     """Yield each output of numbers as a table, as it is and transposed."""
     for place, result in enumerate(results):
+        # sequences and optional results are no tables
         if isinstance(result, np.ndarray) and result.ndim and np.issubdtype(result.dtype, np.number):
             yield Table(place, is_transposed=False)
             yield Table(place, is_transposed=True)
@@ -85,6 +87,7 @@ def box_tables(results: Sequence[Array]) -> Iterator[Table]:
 
 def box_columns(num_columns: int) -> Iterator[BoxColumns]:
     """Yield each way in which a table of so many columns may hold boxes."""
+    # boxes stand at the beginning of a row, behind the number of the image at most
     for first in range(min(num_columns - 3, MOST_BEFORE)):
         for in_shares in (False, True):
             yield BoxColumns(first, is_centred=False, in_shares=in_shares)
@@ -93,6 +96,7 @@ def box_columns(num_columns: int) -> Iterator[BoxColumns]:
 
 def distinct_boxes(boxes: Array) -> Array:
     """Return the different ones of boxes [n, 4]; none if they show nothing, being too few or not finite."""
+    # equal boxes, such as empty ones, show nothing
     distinct = np.unique(boxes.round(3), axis=0)
     if len(distinct) < LEAST_BOXES or not np.isfinite(distinct).all():
         return distinct[:0]
@@ -104,6 +108,7 @@ def same_boxes(boxes: Array, decoded: Array, size: tuple[int, int]) -> Array:
     sides = np.array([*size, *size], np.float32)
     found = np.zeros((len(boxes), len(decoded)), bool)
     own = torch.from_numpy(np.ascontiguousarray(boxes)).double()
+    # many files cut boxes off at the border of the image
     for known in (decoded, decoded.clip(0, sides)):
         distances = torch.cdist(own, torch.from_numpy(known).double(), p=torch.inf)
         found |= (distances < TOLERANCE * max(size)).numpy()

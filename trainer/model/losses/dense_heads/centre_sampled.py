@@ -53,6 +53,7 @@ def loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLoss:
     hits = classes_of(places, classes, head.scores.shape[-1]).to(head.scores.dtype)
     of_classes = focal_terms(head.scores, hits, alpha=config.alpha, gamma=config.gamma).sum()
     found = decode(head)
+    # cells without an object are compared with themselves, whose terms weigh 0
     cells = of_distances(head.points, head.strides[:, None].expand(-1, 4))
     wanted = torch.where(has_object[..., None], boxes_of(places, boxes), cells)
     of_boxes = ((1 - giou(found, wanted)) * has_object).sum()
@@ -68,10 +69,12 @@ def assign(head: Head, boxes: Tensor, is_trained: Tensor) -> Tensor:
     """Return the place of the object of each prediction [B, P], -1 = none. boxes: [B, M, 4]."""
     centres = (boxes[..., None, :2] + boxes[..., None, 2:]) / 2
     is_near = (head.points - centres).abs().amax(-1) < RADIUS * head.strides
+    # the greatest distance to a side decides the level
     sizes = distances(head.points, boxes[:, :, None]).amax(-1)
     least = torch.where(head.strides == head.strides.amin(), 0.0, LEAST_SIZE * head.strides)
     greatest = torch.where(head.strides == head.strides.amax(), torch.inf, GREATEST_SIZE * head.strides)
     may = inside(head.points, boxes) & is_near & (sizes > least) & (sizes < greatest) & is_trained[..., None]
+    # of several objects the smallest one
     areas = (boxes[..., 2:] - boxes[..., :2]).prod(-1)[..., None]
     smallest, places = torch.where(may, areas, torch.inf).min(1)
     return torch.where(smallest.isfinite(), places, -1)

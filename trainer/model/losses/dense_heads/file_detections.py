@@ -82,6 +82,7 @@ class EachClass:
     def scores(self, results: Sequence[Array], num_classes: int) -> Array:
         """Return the scores [n, C]."""
         activate = ACTIVATIONS[self.activation]
+        # in fp32 as onnxruntime computes them, whatever type the file returns
         found = activate(self.table.rows(results).astype(np.float32))
         found = found[:, self.first : self.first + num_classes]
         if self.factor:
@@ -102,11 +103,13 @@ class OneClass:
 
     def scores(self, results: Sequence[Array], num_classes: int) -> Array:
         """Return the scores [n, C], which are 0 for all other classes, and in rows that only fill the output."""
+        # a file of one class may leave its number out
         values = _column(results, self.score)
         classes = np.zeros(len(values), np.int64)
         if self.of_class:
             classes = _column(results, self.of_class).astype(np.int64) - self.first_class
         found = np.zeros((len(values), num_classes), np.float32)
+        # rows that only fill the output have a class below the first one, often -1
         rows = np.flatnonzero((classes >= 0) & (classes < num_classes))
         found[rows, classes[rows]] = values[rows]
         return found
@@ -122,9 +125,11 @@ class Choice:
 
     def kept(self, results: Sequence[Array], scores: Array) -> Array:
         """Return the scores [P, C], 0 for those that are not kept."""
+        # the image is always the first one: files are run image by image
         _, classes, boxes = self.table.rows(results).T.astype(np.int64)
         classes = classes - self.first_class
         found = np.zeros_like(scores)
+        # the background may be chosen as well, and is no object
         is_class = classes >= 0
         kept = boxes[is_class], classes[is_class]
         found[kept] = scores[kept]
@@ -135,6 +140,7 @@ class Choice:
         _, classes, boxes = self.table.rows(results).T
         if classes.max() - self.first_class >= scores.shape[1] or boxes.max() >= len(scores):
             return False
+        # a suppression leaves lesser boxes out, and never the best one of a class
         kept = self.kept(results, scores)
         is_there = kept.any(0)
         return bool(is_there.any() and np.array_equal(kept.max(0)[is_there], scores.max(0)[is_there]))
@@ -156,6 +162,7 @@ class FileDetections:
 
         Corners are in shares of the image. size: its width and height.
         """
+        # in shares, as the labels are
         table, columns = self.boxes
         corners = columns.corners(table.rows(results), size) / np.array([*size, *size], np.float32)
         scores = self.beside.scores(results, self.num_classes)
@@ -204,6 +211,7 @@ def recognise(
     [1, channels, H, W], in the order of `loss.output`. size: width and height of an image. Raises UnsupportedModel with
     the reason for a file that is not understood.
     """
+    # flat scores may all be below the limit of the file, and sharp ones hide an activation: several are tried
     family = FAMILIES[loss.name]
     problem = ""
     for sharpness in SHARPNESS:
@@ -222,6 +230,7 @@ def _recognised(results: Sequence[Array], known: _Known) -> tuple[FileDetections
     found = list(_boxes(results, known))
     if not found:
         return None, "no output of the file holds the boxes that {loss} decodes from the same raw outputs"
+    # each level as an output of its own would need to be put together first
     in_several = len({boxes.table.output for boxes in found}) > 1
     for boxes in found:
         beside = _beside(results, boxes, known)
@@ -230,6 +239,7 @@ def _recognised(results: Sequence[Array], known: _Known) -> tuple[FileDetections
         if in_several and has_no_class:
             return None, "several outputs of the file hold boxes of {loss}, such as one for each level"
         if beside:
+            # fewer boxes than there are predictions: the file has chosen them itself
             chooses = len(boxes.table.rows(results)) < len(known.boxes)
             detections = FileDetections((boxes.table, boxes.columns), beside, known.num_classes, chooses)
             return (detections, "") if chooses else _with_choice(detections, results)
@@ -239,6 +249,7 @@ def _recognised(results: Sequence[Array], known: _Known) -> tuple[FileDetections
 def _with_choice(found: FileDetections, results: Sequence[Array]) -> tuple[FileDetections | None, str]:
     """Return how the outputs hold all boxes, with the choice among them if there is one; else None and the reason."""
     scores = found.beside.scores(results, found.num_classes)
+    # NonMaxSuppression returns integers, three in a row
     choices = []
     for table in tables(results):
         result = results[table.output]
@@ -246,6 +257,7 @@ def _with_choice(found: FileDetections, results: Sequence[Array]) -> tuple[FileD
             choices += [table] if result.shape[1] == 3 else []
     if not choices:
         return found, ""
+    # the numbers of classes may begin behind that of the background
     for table, first_class in itertools.product(choices, (0, 1)):
         choice = Choice(table, first_class)
         if len(table.rows(results)) and choice.agrees(results, scores):
@@ -259,6 +271,7 @@ def _boxes(results: Sequence[Array], known: _Known) -> Iterator[_Boxes]:
         rows = table.rows(results)
         for columns in box_columns(rows.shape[1]):
             boxes = columns.corners(rows, known.size)
+            # rows of one number, such as 0 or -1, only fill the output to a fixed length
             compared = np.flatnonzero(np.ptp(boxes, axis=1) > 0)
             if len(distinct_boxes(boxes[compared])):
                 compared = compared[:: -(-len(compared) // MOST_ROWS)]
@@ -269,12 +282,14 @@ def _boxes(results: Sequence[Array], known: _Known) -> Iterator[_Boxes]:
 
 def _beside(results: Sequence[Array], boxes: _Boxes, known: _Known) -> EachClass | OneClass | None:
     """Return where the scores and classes of boxes are; None if they are nowhere."""
+    # scores and classes stand beside the boxes: in tables of as many rows
     number = len(boxes.table.rows(results))
     alike = [each for each in tables(results) if len(each.rows(results)) == number]
     some = list(results)  # with the compared rows alone
     for table in alike:
         rows = table.rows(results)[boxes.compared]
         some[table.output] = rows.T if table.is_transposed else rows
+    # a corner of a box is neither a score nor a class
     of_boxes = {(boxes.table, boxes.columns.first + place) for place in range(4)}
     columns = [column for column in _columns(some, alike) if column not in of_boxes]
     # of a part of all boxes, such as those of one level, the others would be missing
@@ -296,6 +311,7 @@ def _each_class(
         starts = table.rows(results).shape[1] - num_classes + 1
         for first in range(min(starts, MOST_COLUMNS)):
             yield EachClass(table, first, activation)
+            # no class is multiplied by itself
             own = {(table, first + place) for place in range(num_classes)}
             for factor in columns:
                 if factor not in own:
@@ -305,11 +321,13 @@ def _each_class(
 
 def _one_class(results: Sequence[Array], num_classes: int, columns: Sequence[Column]) -> Iterator[OneClass]:
     """Yield each pair of columns in which the scores and classes of boxes may be."""
+    # a column with a few values is a class, or the number of the image
     scores = [column for column in columns if len(np.unique(_column(results, column))) >= LEAST_BOXES]
     if num_classes == 1:
         yield from (OneClass(score, None) for score in scores)
     for score, of_class, first_class in itertools.product(scores, columns, (0, 1)):
         classes = _column(results, of_class)
+        # classes are whole numbers, of whatever type
         if score != of_class and np.array_equal(classes, classes.round()):
             yield OneClass(score, of_class, first_class)
 
@@ -331,6 +349,7 @@ def _is_each(scores: Array, known: _Known, same: Array) -> bool:
 
 def _is_one(scores: Array, known: _Known, same: Array) -> bool:
     """Return whether each row with a score has that of one class of a box that it is."""
+    # a row without a score says nothing
     scored = np.flatnonzero(scores.max(1) > 0)
     for row in scored:
         of_class = scores[row].argmax()
@@ -353,10 +372,12 @@ def _random_outputs(shapes: Sequence[Sequence[int]], loss: LossConfig, sharpness
 
 def _logit_channels(loss: LossConfig, place: int, channels: int) -> Array:
     """Return which channels of a raw output are logits, bool [channels]."""
+    # a tensor for each role
     roles = loss.rule.roles
     if len(loss.outputs) == len(loss.strides) * len(roles):
         role = list(roles)[place % len(roles)]
         return np.full(channels, role in ("scores", "objectness"))
+    # one tensor with the channels of all roles, anchor by anchor
     number = len(loss.anchors[0]) if loss.anchors else 1
     rest = channels // number - sum(roles.values())
     of_anchor = [np.full(own or rest, role in ("scores", "objectness")) for role, own in roles.items()]

@@ -46,12 +46,14 @@ def loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLoss:
     """Return the three terms, added up. labels: [B, objects x 6]."""
     classes, boxes, is_trained = head.objects(labels)
     stride = head.strides[0]
+    # in cells
     centres = (boxes[..., :2] + boxes[..., 2:]) / 2 / stride
     sizes = (boxes[..., 2:] - boxes[..., :2]) / stride
     width, height = (head.size / stride).round()
     # a centre on the border of the image belongs to the last cell
     cells = torch.minimum(centres.floor(), torch.stack([width, height]) - 1).clamp(min=0)
     targets = _heat(head, cells, sizes, classes, is_trained)
+    # the row of the cell in the table
     places = (cells[..., 1] * width + cells[..., 0]).long()
     found = head.codes.gather(1, places[..., None].expand(-1, -1, 4))
     errors = (found - torch.cat([centres - cells, sizes], -1)).abs() * is_trained[..., None]
@@ -70,8 +72,10 @@ def _focal(scores: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def _heat(head: Head, cells: Tensor, sizes: Tensor, classes: Tensor, is_trained: Tensor) -> Tensor:
     """Return the targets [B, P, C]: of objects that meet, the greater one."""
+    # in whole cells, as the published code draws it
     radius = gaussian_radius(sizes.ceil()).floor().clamp(min=0)[..., None]
     apart = head.points / head.strides[:, None] - cells[:, :, None]
+    # a diameter is six deviations
     sigma = (2 * radius + 1) / 6
     values = (-apart.square().sum(-1) / (2 * sigma**2)).exp()
     values = values * (apart.abs().amax(-1) <= radius) * is_trained[..., None]

@@ -47,10 +47,12 @@ def loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLoss:
     places = assign(head, found.detach(), classes, boxes, is_trained)
     has_object = places >= 0
     wanted = torch.where(has_object[..., None], boxes_of(places, boxes), found.detach())
+    # of assigned cells; the others overlap themselves, and weigh 0
     overlap = overlaps(found, wanted)
     of_boxes = ((1 - overlap**2) * has_object).sum()
     hits = has_object.to(head.scores.dtype)
     of_objects = F.binary_cross_entropy_with_logits(head.objectness, hits, reduction="sum")
+    # how certain a class should be: as certain as its box is exact
     targets = classes_of(places, classes, head.scores.shape[-1]) * overlap.detach()[..., None]
     terms = F.binary_cross_entropy_with_logits(head.scores, targets, reduction="none")
     of_classes = (terms * has_object[..., None]).sum()
@@ -60,14 +62,17 @@ def loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLoss:
 @torch.no_grad()
 def assign(head: Head, found: Tensor, classes: Tensor, boxes: Tensor, is_trained: Tensor) -> Tensor:
     """Return the place of the object of each prediction [B, P], -1 = none. found: corners [B, P, 4]."""
+    # points are corners of cells here
     middles = head.points + 0.5 * head.strides[:, None]
     from_centre = (middles - (boxes[:, :, None, :2] + boxes[:, :, None, 2:]) / 2).abs().amax(-1)
     is_near = (from_centre < RADIUS * head.strides) & is_trained[..., None]
+    # a cell near any object may have each of them, at a high cost
     may = is_near.any(1, keepdim=True) & is_trained[..., None]
     overlap = overlaps(found[:, None], boxes[:, :, None]) * may
     cost = _class_cost(head, classes) - OVERLAP_COST * (overlap + 1e-8).log() + ELSEWHERE_COST * ~is_near
     cost = torch.where(may, cost, torch.inf)
     most = min(BEST, cost.shape[-1])
+    # well predicted objects get more cells
     numbers = overlap.topk(most, -1).values.sum(-1).int().clamp(min=1)
     # the cheapest ones of each object, as many as its number says
     values, cheapest = cost.topk(most, -1, largest=False)

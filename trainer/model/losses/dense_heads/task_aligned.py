@@ -59,11 +59,13 @@ def confidence(head: Head) -> Tensor:
 
 def loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLoss:
     """Return the three terms, added up. labels: [B, objects x 6]."""
+    # the assignment needs boxes and scores, and no gradient
     classes, boxes, is_trained = head.objects(labels)
     found = decode(head)
     strides = sorted(config.strides)
     least = strides[min(1, len(strides) - 1)]
     assigned = assign(confidence(head).detach(), found.detach(), head.points, classes, boxes, is_trained, least=least)
+    # all predictions, most of them against 0
     of_classes = F.binary_cross_entropy_with_logits(head.scores, assigned.scores, reduction="sum")
     weights = assigned.scores.sum(-1)
     wanted = boxes_of(assigned.places, boxes)
@@ -93,9 +95,11 @@ def assign(
     centres = (boxes[..., :2] + boxes[..., 2:]) / 2
     halves = (boxes[..., 2:] - boxes[..., :2]).clamp(min=least) / 2
     may = inside(points, torch.cat([centres - halves, centres + halves], -1), TINY) & is_trained[..., None]
+    # the score of each prediction for the class of each object
     of_class = scores.transpose(1, 2).gather(1, classes[..., None].expand(-1, -1, len(points)))
     overlap = ciou(found[:, None], boxes[:, :, None]).clamp(min=0) * may
     alignment = of_class**SCORE_POWER * overlap**OVERLAP_POWER * may
+    # those that are not inside do not count, also where fewer than BEST are
     best = alignment.topk(min(BEST, len(points)), -1).indices
     is_assigned = torch.zeros_like(may).scatter(-1, best, True) & may
     # a prediction that several objects chose has the one of the greatest overlap
@@ -104,6 +108,7 @@ def assign(
     is_assigned = torch.where(is_shared, greatest, is_assigned)
     places = torch.where(is_assigned.any(1), is_assigned.int().argmax(1), -1)
     # each object's alignments, scaled so that the greatest is its greatest overlap
+    # of assigned pairs alone, so that the best of an object has its greatest overlap
     alignment = alignment * is_assigned
     best_overlap = (overlap * is_assigned).amax(-1, keepdim=True)
     scaled = alignment * best_overlap / (alignment.amax(-1, keepdim=True) + TINY)
@@ -116,6 +121,7 @@ def _distribution_terms(head: Head, wanted: Tensor) -> Tensor:
     logits = _by_side(head.codes)
     bins = logits.shape[-1]
     cells = (distances(head.points, wanted) / head.strides[:, None]).clamp(0, bins - 1 - 0.01)
+    # the distance lies between two bins
     lower = cells.floor().long()
     share = cells - lower
     entropy = -logits.log_softmax(-1)

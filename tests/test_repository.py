@@ -101,13 +101,15 @@ DENSEST_FILE = 20.2
 """Tokens in a line of code, without docstrings and comments. The aim is 12."""
 DENSEST_TREE = 10.45
 """The aim is 9."""
-MOST_TOKENS = 803_000
+MOST_TOKENS = 838_000
+"""Object detection from the file (seven families, their recognition, boxes in reports) took 32,000 of them."""
 MOST_DECISIONS = 2
 """Of a statement, or of the head of one with a body: each `and`, `or`, conditional expression, and each `for` and `if`
 of a comprehension."""
 LEAST_COMMENTS = 4.0
 """Comment lines in 100 lines."""
-MOST_SETTINGS = 313
+MOST_SETTINGS = 316
+"""loss.strides, loss.anchors and loss.image_size came with detectors, whose files do not say them in another way."""
 MOST_WHOLE_CONFIGS = 120
 """Functions that take the whole RunConfig; one that reads one to three sections takes these."""
 SAME_NAME = {"__main__.py", "__init__.py"}

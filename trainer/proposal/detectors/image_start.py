@@ -18,7 +18,7 @@ import onnx
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.onnx_graph.files.index import nodes_between
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
-from onward.trainer.proposal.detectors.parts import part_between
+from onward.trainer.onnx_graph.files.parts import part_between
 
 TOLERANCE = 1e-3
 

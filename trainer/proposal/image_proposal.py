@@ -65,7 +65,7 @@ def propose_image_settings(draft: Draft, facts: Facts, inputs: Iterable[TensorIn
             choices = {"rgb": "", "bgr": "as OpenCV reads files", "grey": ""}
             draft.ask("data.image.color", f"input {info.name} leaves the channels open", choices)
         sizes = facts.image_sizes(column)
-        if None in size and "data.image.size" not in draft.entries:
+        if None in size:
             _propose_size(draft, info, sizes)
         elif sizes and set(sizes) == {tuple(size)}:
             draft.set("data.image.crop_ratio", 1, f"the {len(sizes)} images that were opened have the model's size")

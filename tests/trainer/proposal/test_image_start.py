@@ -12,7 +12,8 @@ from onnx import TensorProto, helper
 import onward
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.onnx_graph.files.index import dims_of
+from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.onnx_graph.files.index import dims_of, known_types
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
 from tests.support.detectors import ANCHORS, INPUT, PIXEL_MEAN, PIXEL_STD, SIDE, STRIDES, image_file
@@ -30,7 +31,7 @@ def propose(folder: Path, family: str, steps: int) -> onward.Proposed:
 
 
 @pytest.mark.parametrize("family", ["fcos", "retinanet"])
-def test_init_proposes_the_start_its_size_and_its_pixels(family: str, tmp_path: Path) -> None:
+def test_init_proposes_the_start_and_its_pixels(family: str, tmp_path: Path) -> None:
     found = propose(tmp_path, family, steps=0)
     config = load_config(tmp_path / "new.toml")
     (loss,) = config.losses
@@ -39,7 +40,9 @@ def test_init_proposes_the_start_its_size_and_its_pixels(family: str, tmp_path: 
         np.testing.assert_allclose(loss.anchors, ANCHORS, rtol=1e-4)
     assert config.model.start == ("/Pad_output_0",)
     assert config.data.image is not None
-    assert (config.data.image.size, config.data.image.mean, config.data.image.std) == (SIDE, PIXEL_MEAN, PIXEL_STD)
+    assert (config.data.image.mean, config.data.image.std) == (PIXEL_MEAN, PIXEL_STD)
+    (info,) = read_training_signature(config.model).inputs
+    assert info.shape == (1, 3, SIDE, SIDE)
     assert not found.questions
     assert not found.notes
     reasons = {guess.setting: guess.reason for guess in found.guesses}
@@ -64,21 +67,11 @@ def test_a_file_that_takes_pixels_to_255_says_so(tmp_path: Path) -> None:
     np.testing.assert_allclose((image.mean, image.std), 255 * np.array([PIXEL_MEAN, PIXEL_STD]), rtol=1e-4)
 
 
-@pytest.mark.parametrize("declared", [[1, None, None, None], None], ids=["open sides", "no shape"])
-def test_the_part_declares_the_channels_of_its_first_convolution(declared: list[int | None] | None) -> None:
-    weight = helper.make_tensor("weight", TensorProto.FLOAT, [4, 3, 1, 1], [0.0] * 12)
-    nodes = [
-        helper.make_node("Expand", ["x", "shape"], ["start"]),
-        helper.make_node("Conv", ["start", "weight"], ["y"]),
-    ]
-    values = [helper.make_tensor_value_info(name, TensorProto.INT64, ["n"]) for name in ("shape",)]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, None)
-    graph = helper.make_graph(nodes, "g", [x, *values], [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
-    graph.initializer.append(weight)
-    graph.value_info.append(helper.make_tensor_value_info("start", TensorProto.FLOAT, declared))
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    part = extract_subgraph(model, ModelConfig(path=Path("m.onnx"), start=("start",)))
-    assert dims_of(part.graph.input[0]) == [declared and declared[0], 3, None, None]
+def test_the_part_declares_the_lengths_that_onnx_leaves_open() -> None:
+    model = image_file("fcos")
+    assert dims_of(known_types(model)["/Pad_output_0"]) == [None] * 4
+    part = extract_subgraph(model, ModelConfig(path=Path("model.onnx"), start=("/Pad_output_0",)))
+    assert dims_of(part.graph.input[0]) == [1, 3, SIDE, SIDE]
 
 
 @pytest.mark.mpi

@@ -23,6 +23,7 @@ from onnx import numpy_helper
 from onward.trainer.config.loss_rules import LOSS_RULES, LossRule
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.files.external_ranges import array_of
 from onward.trainer.onnx_graph.files.index import Index, attributes_of, dims_of, infer_types
 
 USUAL_ANCHORS = 3
@@ -65,7 +66,7 @@ def replace_detector_head(model: onnx.ModelProto, config: ModelConfig, *, seed: 
     types = infer_types(model)
     distinct = {layer.input[1]: (layer, number) for layer, number in zip(scores, anchors, strict=True)}
     for layer, number in distinct.values():
-        _replace_channels(layer, index, number, channels, config.num_classes, rule, seed=seed)
+        _replace_channels(layer, index, number, channels, config, seed=seed)
     lengths = {name: (length, _channels(index.makers[name], index)) for name, length in before.items()}
     return _adapt(model, types, lengths, (old + kept, config.num_classes + kept))
 
@@ -113,14 +114,16 @@ def _anchors_of(level: Sequence[onnx.NodeProto], rule: LossRule, index: Index) -
 
 
 def _replace_channels(
-    node: onnx.NodeProto, index: Index, anchors: int, channels: slice, new: int, rule: LossRule, *, seed: int
+    node: onnx.NodeProto, index: Index, anchors: int, channels: slice, config: ModelConfig, *, seed: int
 ) -> None:
     """Draw the channels of classes of weight and bias, and keep the others, anchor by anchor."""
+    rule = LOSS_RULES[config.loss]
     for slot, name in enumerate(node.input[1:3], start=1):
-        stored = numpy_helper.to_array(index.stored[name])
+        # those of a large file may still be in it
+        stored = array_of(index.stored[name], config.path.parent)
         # [anchors, channels of one anchor, ...]
         by_anchor = stored.reshape(anchors, -1, *stored.shape[1:])
-        shape = (anchors, new, *stored.shape[1:])
+        shape = (anchors, config.num_classes, *stored.shape[1:])
         bound = 1 / math.sqrt(math.prod(index.stored[node.input[1]].dims[1:]))
         drawn = np.random.default_rng([seed, zlib.crc32(name.encode())]).uniform(-bound, bound, shape)
         if slot == 2 and not rule.background:

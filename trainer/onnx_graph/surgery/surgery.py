@@ -16,25 +16,17 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import onnx
-from onnx import helper
 
 from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import (
-    UNTIED,
-    Index,
-    attributes_of,
-    did_you_mean,
-    dims_of,
-    known_types,
-    nodes_between,
-)
+from onward.trainer.onnx_graph.files.index import UNTIED, Index, did_you_mean, known_types, nodes_between
 from onward.trainer.onnx_graph.outputs import is_numeric, unreadable_output, with_log_probabilities
 from onward.trainer.onnx_graph.shared_parameters import Use, parameters_read
 from onward.trainer.onnx_graph.surgery.new_detector_head import replace_detector_head
 from onward.trainer.onnx_graph.surgery.new_head import replace_head
 from onward.trainer.onnx_graph.surgery.row_layout import layout_problems
+from onward.trainer.onnx_graph.surgery.start_types import start_type
 
 # -- what the file keeps
 
@@ -137,7 +129,7 @@ def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelP
     own = [value for value in graph.input if value.name in needed]
     # an input of the graph may be named as the start of the part
     own_names = {value.name for value in own}
-    starts = [_start_type(types[name], model.graph) for name in config.start if name not in own_names]
+    starts = [start_type(model, types[name]) for name in config.start if name not in own_names]
     part.graph.input.extend([*own, *starts])
     part.graph.output.extend(types[name] for name in outputs)
     part.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in needed)
@@ -148,23 +140,6 @@ def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelP
     part.graph.value_info.extend(value for value in graph.value_info if value.name in inside | weights)
     part.graph.metadata_props.extend(graph.metadata_props)
     return part
-
-
-def _start_type(value: onnx.ValueInfoProto, graph: onnx.GraphProto) -> onnx.ValueInfoProto:
-    """Return the type of a start tensor, with the channels of the convolution that reads it where they are open.
-
-    ONNX infers none behind Resize and Pad: [1, ?, ?, ?] becomes [1, 3, ?, ?], and no shape [?, 3, ?, ?].
-    """
-    stored = Index(graph).stored
-    dims = dims_of(value)
-    readers = (node for node in graph.node if node.op_type == "Conv" and node.input[0] == value.name)
-    layer = next(readers, None)
-    if layer is None or layer.input[1] not in stored or (dims and dims[1]):
-        return value
-    weight = stored[layer.input[1]].dims
-    dims = dims or [None] * len(weight)
-    dims[1] = weight[1] * attributes_of(layer).get("group", 1)
-    return helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, dims)
 
 
 def _subgraph_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]:

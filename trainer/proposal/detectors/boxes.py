@@ -77,7 +77,7 @@ def propose_boxes(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Seq
 
 
 def propose_start(draft: Draft, model: onnx.ModelProto) -> bool:
-    """Propose `model.start`, with the size and the pixels of its images, for a detector whose input has no batch.
+    """Propose `model.start`, with the pixels of its images, for a detector whose input has no batch.
 
     Return whether the file itself normalises the pixels, so that no other values need a trial.
     """
@@ -92,8 +92,6 @@ def propose_start(draft: Draft, model: onnx.ModelProto) -> bool:
     image = inputs[0].name
     reason = f"the batch of one that the file makes of {image}, an image alone: training feeds batches of any size"
     draft.set("model.start", [start.name], reason)
-    height, width = start.size
-    draft.set("data.image.size", height if height == width else [height, width], "that of this batch")
     if start.std:
         is_bytes = max(start.std) > LARGE_STD
         draft.set("data.image.mean", list(start.mean), f"as the file normalises {image}, measured by running it")

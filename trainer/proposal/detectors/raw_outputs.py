@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
-from onnx import numpy_helper
 
 from onward.trainer.data.schema.columns import Array
+from onward.trainer.onnx_graph.files.external_ranges import array_of
 from onward.trainer.onnx_graph.files.index import Index, dims_of, names_read
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.graph_parts import part_between
@@ -90,7 +90,7 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     dims = dims_of(fed[0]) if len(fed) == 1 else None
     if dims is None or len(dims) not in (3, 4):
         return None
-    names = _last_layers(index, [value.name for value in model.graph.output if is_numeric(value)])
+    names = _last_layers(index, [value.name for value in model.graph.output if is_numeric(value)], folder)
     # a file of many branches is no detector with a few levels
     if not 0 < len(names) <= MOST_RAW:
         return None
@@ -119,7 +119,7 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     return RawOutputs(levels, strides, size, shape[-2:], start, end, kept) if levels else None
 
 
-def _last_layers(index: Index, outputs: Sequence[str]) -> list[str]:
+def _last_layers(index: Index, outputs: Sequence[str], folder: Path) -> list[str]:
     """Return the results of the layers from which the outputs are computed, in the order of the file."""
     found = set[str]()
     seen = set[str]()
@@ -130,20 +130,20 @@ def _last_layers(index: Index, outputs: Sequence[str]) -> list[str]:
         if node is None or name in seen:
             continue
         seen.add(name)
-        if node.op_type in LAYERS and not _is_mean_of_bins(node, index):
+        if node.op_type in LAYERS and not _is_mean_of_bins(node, index, folder):
             found.add(_after_relu(name, index, seen))
         elif node.op_type != "Shape":  # the grid is made from the shapes of layers, which predict nothing
             names += names_read(node)
     return [name for name in index.makers if name in found]
 
 
-def _is_mean_of_bins(node: onnx.NodeProto, index: Index) -> bool:
+def _is_mean_of_bins(node: onnx.NodeProto, index: Index, folder: Path) -> bool:
     """Return whether a layer multiplies probabilities by 0, 1, 2, ...: the decoding of distributions of distances."""
     # such a layer is a convolution of one output, or a product, with a stored weight
     tensor = index.stored.get(node.input[1]) if len(node.input) > 1 else None
     if tensor is None or max(tensor.dims, default=0) > 64:
         return False
-    values = numpy_helper.to_array(tensor).flatten()
+    values = array_of(tensor, folder).flatten()
     return len(values) == max(tensor.dims) and np.array_equal(values, np.arange(len(values)))
 
 

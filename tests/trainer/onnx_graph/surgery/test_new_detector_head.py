@@ -127,3 +127,21 @@ def test_a_file_that_takes_each_class_by_its_number_is_refused() -> None:
     model.graph.output.append(helper.make_tensor_value_info("of_class", TensorProto.FLOAT, ["n", "cells"]))
     with pytest.raises(ConfigError, match=r"Gather 'choice' takes class 1 by its number.* train the first classes"):
         changed(model, "retinanet", raw_names(model), 5)
+
+
+def test_weights_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+    model = detector_file("fcos")
+    outputs = raw_names(model)
+    whole = changed(model, "fcos", outputs, 5)
+    onnx.save(model, tmp_path / "model.onnx", save_as_external_data=True, size_threshold=0)
+    other = onnx.load(tmp_path / "model.onnx", load_external_data=False)
+    raw = find_raw_outputs(other, tmp_path)
+    assert raw
+    assert recognise(raw)
+    given = {"path": tmp_path / "model.onnx", "output": outputs, "loss": "fcos", "num_classes": 5}
+    apply_surgery(other, ModelConfig.model_validate(given), seed=0)
+    stored = {tensor.name: tensor for tensor in other.graph.initializer}
+    for level in range(3):
+        assert stored[f"heads.{level}.2.bias"] == next(
+            tensor for tensor in whole.graph.initializer if tensor.name == f"heads.{level}.2.bias"
+        )

@@ -23,6 +23,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -36,6 +37,8 @@ LINE = "onward host: "
 CONNECT_S = 5.0
 """Longest time in which another host must accept a connection."""
 VERSION_S = 10.0
+TEMPORARY_BYTES = 1 << 16
+"""What the disk of temporary files must take."""
 COMPARED = ("mpi4py", "numpy", "onnx")
 """Packages whose versions are compared, beside torch."""
 SOURCE = "Onward (digest of its source)"
@@ -156,8 +159,21 @@ def _problems(question: HostQuestion, *, has_own_home: bool) -> Iterator[str]:
                 file.read(1)
         except OSError as error:
             yield f"cannot read {path} ({setting}: {error.strerror}); all hosts need it under the same path"
+    yield from _problems_of_temporary_files()
     if question.daemon and not os.access(question.daemon, os.X_OK):
         yield f"has no {question.daemon}, which mpirun starts there; install the same MPI under the same path"
+
+
+def _problems_of_temporary_files() -> Iterator[str]:
+    """Yield why the launcher and the ranks could not write temporary files on this host."""
+    # not `tempfile.gettempdir`, which takes another directory in place of a full one
+    folder = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+    if folder.is_dir():
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(TEMPORARY_BYTES))
+        except OSError as error:
+            yield f"cannot write temporary files to {folder} ({error.strerror}); make room there, or set another TMPDIR"
 
 
 def _is_shared(question: HostQuestion) -> bool:

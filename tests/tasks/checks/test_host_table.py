@@ -123,5 +123,12 @@ def test_a_host_that_takes_no_temporary_files_is_named(tmp_path: Path, monkeypat
     question = HostQuestion(folder=str(tmp_path), nonce="", name="", files={}, launcher="", daemon="")
     (problem,) = report(question, "", "", 0).problems
     assert problem == (
-        "cannot write temporary files to /proc (No such file or directory); make room there, or set another TMPDIR"
+        "cannot write temporary files to /proc (no such file or directory); make room there, or set another TMPDIR"
     )
+
+
+def test_a_host_with_a_full_home_of_its_own_is_named(tmp_path: Path) -> None:
+    settings = {"nonce": "other", "name": "nonce", "files": {}, "launcher": "", "daemon": "", "has_store": True}
+    (problem,) = report(HostQuestion(folder="/proc/absent", **settings), "", "", 0).problems
+    assert problem.startswith("cannot write to /proc (no such file or directory); make room there")
+    assert report(HostQuestion(folder=str(tmp_path / "absent"), **settings), "", "", 0).problems == ()

@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +25,8 @@ from onward.infra.job.process_identity import this_process
 from onward.infra.job.slurm_jobs import batch_job
 from onward.infra.servers.service_state import try_lock
 from onward.trainer.errors import Fenced
+
+log = logging.getLogger(__name__)
 
 RENEW_S = 10.0
 LEASE_S = 60.0
@@ -63,7 +65,8 @@ def _renew(lock: IO[bytes], path: Path, ended: threading.Event) -> None:
     while True:
         with contextlib.suppress(OSError):  # of a file system that does not answer just now
             if is_replaced(lock, path):
-                print(f"onward: another host has taken {path} over: this process ends", file=sys.stderr, flush=True)
+                # not printed on stderr, which is the file flow.log during a run
+                log.error("another host has taken %s over: this process ends", path)
                 # at once: whatever it would write now belongs to the other one. The guard of a job ends the ranks
                 os._exit(Fenced.exit_code)
             # this changes st_ctime alone: st_mtime says since when the lock is held

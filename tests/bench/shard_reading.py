@@ -1,6 +1,6 @@
 """How much is read from the disk for an epoch of shards that are not in memory, and how long that takes.
 
-    python -m tests.bench.shard_reading [--gigabytes 1] [--columns 32] [--memory-mb 0]      5 min
+    python -m tests.bench.shard_reading [--gigabytes 1] [--columns 32] [--memory-mb 0] [--disk-mb-s 0]      5 min
 
     once        the files from their beginnings to their ends, as `cat` reads them
     fits        rows in the shuffled order; all files are read ahead, once
@@ -10,6 +10,7 @@
 
 Before each case the files are dropped from the page cache. Rows are taken in steps of 4,096.
 --memory-mb: run each case in a memory control group with this limit, which the page cache counts to (root, version 1).
+--disk-mb-s: run each case in a control group that reads the disk no faster, likewise; 0 = as fast as it is.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CASES = ("once", "fits", "blocks", "pages", "before")
 STEP = 4096
 PART_S = 8.0
 """Longest time of a case that is slow."""
-GROUP = Path("/sys/fs/cgroup/memory/onward-shard-reading")
+GROUPS = Path("/sys/fs/cgroup")
 
 
 def write(folder: Path, gigabytes: float, columns: int) -> Path:
@@ -103,14 +104,24 @@ def epoch(shards: Shards, case: str) -> int:
     return shards.num_rows
 
 
-def run(directory: Path, case: str, memory_mb: int) -> tuple[float, int, int, float]:
+def limited(command: list[str], kind: str, limit: str, value: str) -> list[str]:
+    """Return the words that run a command in a control group of a kind, of which a limit has a value."""
+    group = GROUPS / kind / "onward-shard-reading"
+    group.mkdir(exist_ok=True)
+    (group / limit).write_text(value)
+    return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
+
+
+def run(directory: Path, case: str, memory_mb: int, disk_mb_s: int) -> tuple[float, int, int, float]:
     """Measure a case in a process of its own."""
     drop(directory)
     command = [sys.executable, "-m", "tests.bench.shard_reading", "--measure", str(directory), "--case", case]
     if memory_mb:
-        GROUP.mkdir(exist_ok=True)
-        (GROUP / "memory.limit_in_bytes").write_text(str(memory_mb << 20))
-        command = ["sh", "-c", f'echo $$ > {GROUP}/cgroup.procs && exec "$@"', "sh", *command]
+        command = limited(command, "memory", "memory.limit_in_bytes", str(memory_mb << 20))
+    if disk_mb_s:
+        device = directory.stat().st_dev
+        rate = f"{os.major(device)}:{os.minor(device)} {disk_mb_s * 10**6}"
+        command = limited(command, "blkio", "blkio.throttle.read_bps_device", rate)
     answer = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     elapsed_s, num_bytes, rows, cpu_s = json.loads(answer)
     return elapsed_s, num_bytes, rows, cpu_s
@@ -122,6 +133,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--columns", type=int, default=32)
     parser.add_argument("--memory-mb", type=int, default=0)
+    parser.add_argument("--disk-mb-s", type=int, default=0)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--measure", type=Path)
     parser.add_argument("--case", choices=CASES)
@@ -135,7 +147,7 @@ def main() -> None:
         print(f"{size / 1e9:.2f} GB of shards; bytes read from the disk for each byte of the rows that were taken")
         print(f"{'':>8} {'seconds':>8} {'CPU s':>7} {'GB read':>8} {'per byte':>9} {'rows':>10}")
         for case in given.cases:
-            elapsed_s, num_bytes, rows, cpu_s = run(directory, case, given.memory_mb)
+            elapsed_s, num_bytes, rows, cpu_s = run(directory, case, given.memory_mb, given.disk_mb_s)
             share = rows / open_shards(directory, "train").num_rows
             read = f"{num_bytes / 1e9:>8.2f} {num_bytes / (share * size):>9.2f} {rows:>10,}"
             print(f"{case:>8} {elapsed_s:>8.1f} {cpu_s:>7.1f} {read}", flush=True)

@@ -15,7 +15,9 @@ import contextlib
 import itertools
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.ranks import ROOT
 from tests.support.workshop import until
 
 NEEDED = ("ip", "nsenter", "unshare", "sshd", "ssh", "ssh-keygen")
@@ -79,6 +82,8 @@ class Machines:
     hosts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     temporary: dict[str, list[str]] = field(default_factory=dict)
     """Host -> its directories of temporary files; it has a new one after each start."""
+    commands: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
+    """Host -> what was started on it."""
 
     @property
     def agent(self) -> str:
@@ -115,10 +120,14 @@ class Machines:
         _ip(self.switch.pid, "link", "set", port, "master", "br0", "up")
         _ip(first, "addr", "add", f"{address}/24", "dev", "eth0")
         _ip(first, "link", "set", "eth0", "up")
-        sshd = ["/usr/sbin/sshd", "-f", str(self.folder / f"{name}.sshd"), "-E", str(self.folder / f"{name}.log")]
-        until(lambda: subprocess.run([*self.on(name), *sshd]).returncode == 0, limit_s=20)
         # after a crash h0 has the address of the network card that was there before
         subprocess.run([*self.on("h0"), "ip", "neigh", "flush", "all"], check=True)
+        self.serve_ssh(name)
+
+    def serve_ssh(self, name: str) -> None:
+        """Start the sshd of a host, and wait until it can be reached."""
+        sshd = ["/usr/sbin/sshd", "-f", str(self.folder / f"{name}.sshd"), "-E", str(self.folder / f"{name}.log")]
+        until(lambda: subprocess.run([*self.on(name), *sshd]).returncode == 0, limit_s=20)
         until(lambda: subprocess.run([*self.on("h0"), self.agent, name, "true"]).returncode == 0, limit_s=20)
 
     def _first(self, name: str) -> int:
@@ -142,13 +151,15 @@ class Machines:
     ) -> subprocess.Popen[bytes]:
         """Start a command on a host."""
         with log.open("wb") as output:
-            return subprocess.Popen(
+            command = subprocess.Popen(
                 [*self.on(host), *words],
                 env={**environment, "PRTE_MCA_plm_ssh_agent": self.agent, "TMPDIR": self.temporary[host][-1]},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+        self.commands.setdefault(host, []).append(command)
+        return command
 
     def crash(self, name: str) -> None:
         """Cut a host off from the network, then kill all of its processes."""
@@ -165,6 +176,34 @@ class Machines:
         """Put it back."""
         _ip(self.switch.pid, "link", "set", f"port{name[1:]}", "master", "br0")
 
+    @contextlib.contextmanager
+    def slow_link(self, name: str, *, megabits_per_s: float, delay_s: float) -> Iterator[None]:
+        """Inside, all that a host sends and receives takes `delay_s` longer and goes at a limited rate, each way."""
+        port, own, peer = f"port{name[1:]}", f"slow{name[1:]}", f"peer{name[1:]}"
+        _ip(self.switch.pid, "link", "add", own, "type", "veth", "peer", "name", peer)
+        for link in (own, peer):
+            _ip(self.switch.pid, "link", "set", link, "up")
+        _ip(self.switch.pid, "link", "set", peer, "master", "br0")
+        program = [sys.executable, "-m", "tests.support.slow_link", port, own, str(megabits_per_s), str(delay_s)]
+        inside = ["nsenter", "-t", str(self.switch.pid), "--net"]
+        relay = subprocess.Popen([*inside, *program], cwd=ROOT, stdout=subprocess.PIPE)
+        assert relay.stdout
+        try:
+            assert relay.stdout.readline() == b"ready\n"
+            self.cut(name)
+            yield
+        finally:
+            relay.kill()
+            relay.communicate()
+            _ip(self.switch.pid, "link", "del", own)
+            self.heal(name)
+
+    def reset(self, name: str) -> None:
+        """Kill all processes of a host at once: its kernel closes their connections, as at a restart."""
+        for process in self.processes(name):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
     def freeze(self, name: str) -> None:
         """Stop all processes of a host; its kernel goes on, and answers for the connections that they have."""
         for process in self.processes(name):
@@ -173,6 +212,10 @@ class Machines:
     def thaw(self, name: str) -> None:
         for process in self.processes(name):
             process.resume()
+        # nsenter stops together with the command that it waits for
+        for command in self.commands.get(name, []):
+            if command.poll() is None:
+                command.send_signal(signal.SIGCONT)
 
     def processes(self, name: str) -> list[psutil.Process]:
         """All processes of a host but its first, which stands for its kernel."""

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import shutil
+import socket
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +144,10 @@ class _Saving:
             self.run.check_fence(self.attempt)  # a newer attempt deletes what this one writes, which is then Fenced
             storage = storage_error(error, self.partial, needed=self.plan.num_bytes)
             what = str(storage or f"{error.strerror}: {error.filename or self.partial}; check the disk, then resume")
+            # all ranks raise this, and the path is the same on every host
+            where = f" on {socket.gethostname()}" if self.run.own_home.exists() else ""
             raise (StorageUnavailable if storage else CheckpointError)(
-                f"step {self.state.step} could not be saved: {what}; earlier checkpoints are unchanged"
+                f"step {self.state.step} could not be saved{where}: {what}; earlier checkpoints are unchanged"
             ) from error
 
     def look_for_existing(self) -> str:

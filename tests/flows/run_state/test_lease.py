@@ -24,10 +24,12 @@ from pathlib import Path
 if sys.argv[2]:
     socket.gethostname = lambda: sys.argv[2]
 from onward.flows.run_state import lease
+from onward.flows.run_state.flow_log import flow_log
 from onward.infra.servers.service_state import try_lock
+from onward.trainer.run.directory import RunDir
 lease.RENEW_S = 0.1
 path = Path(sys.argv[1])
-with path.open("ab") as lock:
+with path.open("ab") as lock, flow_log(RunDir(path.with_name("run"))):
     assert try_lock(lock)
     with lease.renewed(lock, path):
         path.with_name("held").touch()
@@ -44,7 +46,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def held(path: Path, host: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that says to be of a host holds a lock."""
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(path), host]) as process:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(path), host], stderr=subprocess.PIPE) as process:
         try:
             until(path.with_name("held").exists, limit_s=60)
             yield process
@@ -83,4 +85,6 @@ def test_of_several_hosts_one_frees_an_abandoned_lock_and_its_holder_ends_when_i
             assert try_lock(lock)
             process.send_signal(signal.SIGCONT)
             assert process.wait(20) == 72
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["held", "lock"]
+        assert process.stderr
+        assert b"another host has taken " in process.stderr.read(), "on the terminal, and not in the log of a run alone"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["held", "lock", "run"]

@@ -12,7 +12,7 @@ from onward.infra.job.hosts import silence
 from onward.tasks.checks import host_table
 from onward.tasks.checks.host_table import HostRow, HostTable, ask_hosts, host_problems
 from onward.trainer.config.sections.ranks import LaunchConfig
-from onward.trainer.run.machine.host_report import HostQuestion, HostReport, network_of
+from onward.trainer.run.machine.host_report import HostQuestion, HostReport, network_of, report
 
 AGENT = """#!/bin/sh
 # stands in for ssh: agent -o option... host command
@@ -107,8 +107,6 @@ def test_networks_are_passed_on_only_where_all_are_known() -> None:
 
 
 def test_a_directory_that_is_not_shared_or_not_writable_is_said(tmp_path: Path) -> None:
-    from onward.trainer.run.machine.host_report import report
-
     (tmp_path / "nonce").write_text("this")
     settings = {"folder": str(tmp_path), "name": "nonce", "files": {}, "launcher": "", "daemon": "/absent/prted"}
     unshared, daemon = report(HostQuestion(nonce="other", **settings), "", "", 0).problems
@@ -118,3 +116,19 @@ def test_a_directory_that_is_not_shared_or_not_writable_is_said(tmp_path: Path) 
     read_only = settings | {"folder": "/proc", "name": "sys/kernel/ostype", "daemon": ""}
     (problem,) = report(HostQuestion(nonce="Linux\n", **read_only), "", "", 0).problems
     assert problem.startswith("cannot write to /proc (")
+
+
+def test_a_host_that_takes_no_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/proc")
+    question = HostQuestion(folder=str(tmp_path), nonce="", name="", files={}, launcher="", daemon="")
+    (problem,) = report(question, "", "", 0).problems
+    assert problem == (
+        "cannot write temporary files to /proc (no such file or directory); make room there, or set another TMPDIR"
+    )
+
+
+def test_a_host_with_a_full_home_of_its_own_is_named(tmp_path: Path) -> None:
+    settings = {"nonce": "other", "name": "nonce", "files": {}, "launcher": "", "daemon": "", "has_store": True}
+    (problem,) = report(HostQuestion(folder="/proc/absent", **settings), "", "", 0).problems
+    assert problem.startswith("cannot write to /proc (no such file or directory); make room there")
+    assert report(HostQuestion(folder=str(tmp_path / "absent"), **settings), "", "", 0).problems == ()

@@ -85,8 +85,8 @@ class ArrowReader:
         self._kinds = [(column.name, column.dtype, column.shape, column.variable) for column in columns]
         with _refusing(path):
             mapped = pa.memory_map(str(path))
-            self._place = mapped.read_buffer(1).address
-            self._size_bytes = mapped.size()
+            content = np.frombuffer(mapped.read_buffer(), np.uint8)
+            self._place, self._size_bytes = content.ctypes.data, content.nbytes
             file = pa.ipc.open_file(mapped)
             batches = [file.get_batch(number) for number in range(file.num_record_batches)]
             for batch in batches:
@@ -95,35 +95,41 @@ class ArrowReader:
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
         self.num_rows = int(self._starts[-1])
         self._views = {column.name: [_views(batch[column.name], column) for batch in batches] for column in columns}
+        # column of numbers of one shape -> its rows by the byte of the file that they begin at
+        self._rows: dict[str, tuple[Array, Array]] = {}
+        for column in columns:
+            if column.holds_numbers and not column.variable:
+                self._rows[column.name] = _rows_by_place(
+                    content, column, [rows for (rows,) in self._views[column.name]]
+                )
 
     def read(self, rows: Array) -> dict[str, Values]:
         """Return the rows [n] with these numbers, in this order: arrays [n, *shape], or lists of n arrays."""
         # the batch that each row is in, and its place there
         batches = np.searchsorted(self._starts, rows, side="right") - 1
         offsets = rows - self._starts[batches]
-        each = list(zip(range(len(rows)), batches.tolist(), offsets.tolist(), strict=True))
-        parts: list[tuple[Any, int, Any]] = list(each)
-        found = {batch for _, batch, _ in each}
-        # one copy for each batch, in place of one for each row
-        if are_many := len(rows) >= FEW_ROWS * len(found):
-            parts = [(places := np.flatnonzero(batches == batch), batch, offsets[places]) for batch in found]
         result: dict[str, Values] = {}
         for name, dtype, shape, variable in self._kinds:
-            views = self._views[name]
-            if variable:
-                result[name] = [_row(views[batch], at) for _, batch, at in each]
+            if name in self._rows:
+                # one copy for all record batches: small rows of many would take longer to sort than to read
+                at_byte, starts = self._rows[name]
+                found = at_byte[starts[batches] + offsets * at_byte.itemsize]
+                result[name] = found.view(dtype).reshape(len(rows), *shape)
                 continue
-            is_object = dtype in (TEXT, BYTES)
-            gathered = result[name] = np.empty((len(rows), *shape), object if is_object else dtype)
-            if not is_object:
-                for places, batch, at in parts:
-                    gathered[places] = views[batch][0][at]
-            elif are_many and dtype == TEXT:
-                for places, batch, at in parts:
-                    gathered[places] = views[batch][0].take(pa.array(at)).to_numpy(zero_copy_only=False)
+            views = self._views[name]
+            each = list(zip(batches.tolist(), offsets.tolist(), strict=True))
+            if variable:
+                result[name] = [_row(views[batch], at) for batch, at in each]
+                continue
+            gathered = result[name] = np.empty(len(rows), object)
+            used = {batch for batch, _ in each}
+            if dtype == TEXT and len(rows) >= FEW_ROWS * len(used):
+                for batch in used:
+                    places = np.flatnonzero(batches == batch)
+                    gathered[places] = views[batch][0].take(pa.array(offsets[places])).to_numpy(zero_copy_only=False)
             else:
                 # contents may be large: none is copied twice
-                gathered[:] = [views[batch][0][at].as_py() for _, batch, at in each]
+                gathered[:] = [views[batch][0][at].as_py() for batch, at in each]
         return result
 
     def read_nothing_around(self) -> None:
@@ -192,6 +198,20 @@ def _views(array: pa.Array, column: Column) -> tuple[Any, ...]:
     if column.variable:
         return array.values.to_numpy().view(column.dtype), array.offsets.to_numpy()
     return ((array.to_numpy_ndarray() if column.shape else array.to_numpy()).view(column.dtype),)
+
+
+def _rows_by_place(content: Array, column: Column, batches: Sequence[Array]) -> tuple[Array, Array]:
+    """Return the rows of a column by their first byte in a file, as V[row bytes], and where each batch begins.
+
+        content   |..|row 0|row 1|.....|row 0|row 1|         at_byte[starts[1] + 1 * 4] is row 1 of batch 1,
+                     ^ starts[0]       ^ starts[1]           where a row has 4 bytes
+
+    content: the mapped file, uint8 [bytes]. batches: [n, *shape] each, in that mapping.
+    """
+    row_bytes = column.row_bytes
+    # each element begins one byte behind the one before it
+    at_byte = np.ndarray(max(0, content.nbytes - row_bytes + 1), f"V{row_bytes}", content, strides=(1,))
+    return at_byte, np.array([values.ctypes.data for values in batches]) - content.ctypes.data
 
 
 def _extents(views: tuple[Any, ...], rows: slice) -> Iterator[tuple[int, int]]:

@@ -229,15 +229,17 @@ class Shards:
         rows = rows if self._chosen is None else self._chosen[rows]
         # `side="right"`: a row that starts a file belongs to it, also behind files without rows
         files = np.searchsorted(self._starts, rows, side="right") - 1
-        parts = {
-            int(file): self._part(int(file), rows[files == file] - self._starts[file]) for file in np.unique(files)
-        }
-        # all rows are in one file, and in the order asked for
+        # the rows by their files; in each file in the order asked for
+        by_file = np.argsort(files, kind="stable")
+        numbers, firsts = np.unique(files[by_file], return_index=True)
+        of_files = zip(numbers.tolist(), np.split(rows[by_file], firsts[1:]), strict=True)
+        parts = [self._part(number, part - self._starts[number]) for number, part in of_files]
         if len(parts) == 1:
-            return next(iter(parts.values()))
-        # the parts are in the order of files; order[i] is where row i is in their concatenation
-        order = np.argsort(np.argsort(files, kind="stable"))
-        return {name: _concatenated([part[name] for part in parts.values()], order) for name in self.columns}
+            return parts[0]
+        # order[i] is where row i is in the concatenation of the parts
+        order = np.empty_like(by_file)
+        order[by_file] = np.arange(len(rows))
+        return {name: _concatenated([part[name] for part in parts], order) for name in self.columns}
 
     def _part(self, number: int, rows: Array) -> dict[str, Values]:
         values = self._reader(number).read(rows)

@@ -23,6 +23,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -36,6 +37,8 @@ LINE = "onward host: "
 CONNECT_S = 5.0
 """Longest time in which another host must accept a connection."""
 VERSION_S = 10.0
+FILE_BYTES = 1 << 16
+"""What a disk must take."""
 COMPARED = ("mpi4py", "numpy", "onnx")
 """Packages whose versions are compared, beside torch."""
 SOURCE = "Onward (digest of its source)"
@@ -148,6 +151,7 @@ def _problems(question: HostQuestion, *, has_own_home: bool) -> Iterator[str]:
     files = question.files
     if has_own_home:
         files = {}
+        yield from _problems_of_own_home(Path(question.folder))
     else:
         yield from _problems_of_folder(question, Path(question.folder))
     for setting, path in files.items():
@@ -156,8 +160,34 @@ def _problems(question: HostQuestion, *, has_own_home: bool) -> Iterator[str]:
                 file.read(1)
         except OSError as error:
             yield f"cannot read {path} ({setting}: {error.strerror}); all hosts need it under the same path"
+    yield from _problems_of_temporary_files()
     if question.daemon and not os.access(question.daemon, os.X_OK):
         yield f"has no {question.daemon}, which mpirun starts there; install the same MPI under the same path"
+
+
+def _problems_of_own_home(folder: Path) -> Iterator[str]:
+    """Yield why this host could not write to its own directory in place of the one that hosts share."""
+    place = next(each for each in (folder, *folder.parents) if each.is_dir())
+    if reason := _why_no_file(place):
+        yield f"cannot write to {place} ({reason}); make room there, or let the user of the ranks write there"
+
+
+def _problems_of_temporary_files() -> Iterator[str]:
+    """Yield why the launcher and the ranks could not write temporary files on this host."""
+    # not `tempfile.gettempdir`, which takes another directory in place of a full one
+    folder = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+    if folder.is_dir() and (reason := _why_no_file(folder)):
+        yield f"cannot write temporary files to {folder} ({reason}); make room there, or set another TMPDIR"
+
+
+def _why_no_file(folder: Path) -> str:
+    """Return why a directory takes no file of FILE_BYTES; "" if it does."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(FILE_BYTES))
+    except OSError as error:
+        return _reason(error)
+    return ""
 
 
 def _is_shared(question: HostQuestion) -> bool:
@@ -182,7 +212,16 @@ def _problems_of_folder(question: HostQuestion, folder: Path) -> Iterator[str]:
             own.touch()
             own.unlink()
         except OSError as error:
-            yield f"cannot write to {folder} ({error.strerror}); let the user of the ranks write there, or {shared}"
+            yield f"cannot write to {folder} ({_reason(error)}); let the user of the ranks write there, or {shared}"
+
+
+def _reason(error: OSError) -> str:
+    """Return what the system says of an error, in lower case.
+
+    As the system writes it, "No space left on device" would count as a full disk of the host that asks
+    (trainer/run/outcomes/storage.py).
+    """
+    return (error.strerror or str(error)).lower()
 
 
 def main() -> None:

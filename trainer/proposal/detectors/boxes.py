@@ -83,7 +83,10 @@ def propose_start(draft: Draft, model: onnx.ModelProto) -> bool:
     """
     stored = Index(model.graph).stored
     inputs = [value for value in model.graph.input if value.name not in stored]
-    if draft.is_given("model.start") or len(inputs) != 1 or len(dims_of(inputs[0]) or []) != 3:
+    if draft.is_given("model.start") or len(inputs) != 1:
+        return False
+    # channels, height and width
+    if len(dims_of(inputs[0]) or []) != 3:
         return False
     raw = find_raw_outputs(model, Path(draft.value("model.path")).parent)
     start = raw.start if raw else None

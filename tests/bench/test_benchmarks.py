@@ -27,6 +27,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "onnxruntime_training": ("--rounds", "1"),
     "optimizers": ("--steps", "2", "--names", "muon", "adafactor"),
     "metric_costs": ("--turns", "1", "--steps", "30"),
+    "lost_hosts": ("--rounds", "1", "--faults", "reset"),
     "limited_links": ("--rates", "400", "--hosts", "2", "--steps", "4"),
     "many_runs": ("--runs", "3", "--rounds", "1"),
     "memory_format": ("--models", "unet", "--batches", "1", "--size", "16", "--rounds", "1"),

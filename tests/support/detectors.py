@@ -90,7 +90,9 @@ def _by_anchor(raw: list[list[Tensor]], kind: int, per_cell: int = 3) -> Tensor:
         _, channels, height, width = level[kind].shape
         # as torchvision's: batch and grid from shapes, and the anchors open
         table = level[kind].view(level[kind].shape[0], -1, int(channels) // per_cell, height, width)
-        found.append(table.permute(0, 3, 4, 1, 2).reshape(-1, int(height * width) * per_cell, int(channels) // per_cell))
+        found.append(
+            table.permute(0, 3, 4, 1, 2).reshape(-1, int(height * width) * per_cell, int(channels) // per_cell)
+        )
     return torch.cat(found, 1)
 
 

@@ -56,9 +56,8 @@ def replace_detector_head(model: onnx.ModelProto, config: ModelConfig, *, seed: 
     olds = {_channels(layer, index) // number - kept for layer, number in zip(scores, anchors, strict=True)}
     if len(olds) != 1 or (old := olds.pop()) < 1:
         return [f"model.num_classes: the levels of the raw outputs have different numbers of classes: {sorted(olds)}"]
-    # all levels may share their layers, as in RetinaNet
-    if shared := [layer.input[1] for layer in scores if not all(each in scores for each in index.readers[layer.input[1]])]:
-        return [f"model.num_classes: layers elsewhere use {shared[0]!r}, whose channels are classes; set model.untie"]
+    if shared := _read_elsewhere(scores, index):
+        return [f"model.num_classes: layers elsewhere use {shared!r}, whose channels are classes; set model.untie"]
     channels = slice(first, first + old)
     before = {layer.output[0]: _channels(layer, index) for layer in scores}
     types = infer_types(model)
@@ -77,7 +76,8 @@ def _by_level(layers: Sequence[onnx.NodeProto], rule: LossRule, index: Index) ->
     number = len(rule.roles)
     channels = {_channels(layer, index) for layer in layers}
     # those of three roles have different channels, unless each layer has all of them
-    if len(layers) == 1 or (number > 2 and len(channels) == 1 and min(channels) > sum(rule.roles.values())):
+    are_alike = number > 2 and len(channels) == 1
+    if len(layers) == 1 or (are_alike and min(channels) > sum(rule.roles.values())):
         return [[layer] for layer in layers]
     if len(layers) % number:
         raise ConfigError(f"loss.output names {len(layers)} tensors, which {number} for each level do not divide")
@@ -94,6 +94,14 @@ def _layer_before(name: str, index: Index) -> onnx.NodeProto:
             "results of the last convolutions in loss.output"
         )
     return node
+
+
+def _read_elsewhere(layers: Sequence[onnx.NodeProto], index: Index) -> str:
+    """Return a weight that other nodes read, too, "" if there is none. Levels may share theirs, as in RetinaNet."""
+    for layer in layers:
+        if any(reader not in layers for reader in index.readers[layer.input[1]]):
+            return str(layer.input[1])
+    return ""
 
 
 def _channels(node: onnx.NodeProto, index: Index) -> int:
@@ -222,7 +230,8 @@ def _split_sizes(node: onnx.NodeProto, index: Index) -> list[int]:
     if len(node.input) > 1:
         stored = _stored_lengths(node, 1, index)
         return [int(size) for reader, slot in stored for size in _array(reader.input[slot], index).flat]
-    return [size for attribute in node.attribute if attribute.name == "split" for size in attribute.ints]
+    sizes = [list(attribute.ints) for attribute in node.attribute if attribute.name == "split"]
+    return sizes[0] if sizes else []
 
 
 def _resize_last_part(node: onnx.NodeProto, index: Index, difference: int) -> None:

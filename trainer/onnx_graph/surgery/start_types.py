@@ -1,6 +1,6 @@
 """Complete the type of a tensor at which the trained part begins, where ONNX leaves lengths open that the file fixes.
 
-    image [3, 320, 320] --- Resize --- Pad --- Unsqueeze --- start      ONNX: [1, ?, ?, ?]      onnxruntime: [1, 3, 320, 320]
+    image [3, 320, 320] --- Resize --- Pad --- start      ONNX: [1, ?, ?, ?]      onnxruntime: [1, 3, 320, 320]
 
 onnxruntime folds the nodes that compute sizes when it opens a file; ONNX does not follow all of them.
 """

@@ -83,7 +83,8 @@ def propose_start(draft: Draft, model: onnx.ModelProto) -> bool:
     """
     stored = Index(model.graph).stored
     inputs = [value for value in model.graph.input if value.name not in stored]
-    if draft.is_given("model.start") or len(inputs) != 1 or len(dims_of(inputs[0]) or []) != 3:
+    dims = dims_of(inputs[0]) if len(inputs) == 1 else None
+    if draft.is_given("model.start") or dims is None or len(dims) != 3:
         return False
     raw = find_raw_outputs(model, Path(draft.value("model.path")).parent)
     start = raw.start if raw else None
@@ -157,7 +158,8 @@ def _class_names(facts: Facts) -> set[str]:
         return set()
     images = [name for name, _ in sources.locate(facts.data.source, facts.data).files]
     found = read_annotations(folder_of(facts.data.source), images, place)
-    return set(found.names) or {box.name for boxes in found.boxes.values() for box in boxes}
+    named = (box.name for boxes in found.boxes.values() for box in boxes)
+    return set(found.names or named)
 
 
 def _has_no_object(draft: Draft, names: Collection[str], num_scores: int | None) -> bool:

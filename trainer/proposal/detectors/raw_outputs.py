@@ -20,10 +20,10 @@ from onward.trainer.data.schema.columns import Array
 from onward.trainer.onnx_graph.files.external_ranges import array_of
 from onward.trainer.onnx_graph.files.index import Index, dims_of, names_read
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.files.parts import part_between
 from onward.trainer.onnx_graph.outputs import is_numeric
 from onward.trainer.onnx_graph.surgery.selections import LAYERS
 from onward.trainer.proposal.detectors.image_start import ImageStart, find_image_start
-from onward.trainer.onnx_graph.files.parts import part_between
 
 OPEN_SIDE = 320
 """Pixels of an input whose size the file leaves open."""
@@ -93,7 +93,8 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     if not 0 < len(names) <= MOST_RAW:
         return None
     channels, height, width = dims[-3:]
-    shape = (1,) * (len(dims) - 3) + (channels or 3, height or OPEN_SIDE, width or OPEN_SIDE)
+    sides = (height or OPEN_SIDE, width or OPEN_SIDE)
+    shape = (1,) * (len(dims) - 3) + (channels or 3, *sides)
     image = np.random.default_rng(0).random(shape).astype(np.float32)
     feed = {fed[0].name: image}
     try:
@@ -128,7 +129,8 @@ def _last_layers(index: Index, outputs: Sequence[str], folder: Path) -> list[str
             found.add(_after_relu(name, index, seen))
         elif node.op_type != "Shape":  # the grid is made from the shapes of layers, which predict nothing
             names += names_read(node)
-    return [name for node in index.makers.values() for name in node.output if name in found]
+    results = (name for node in index.makers.values() for name in node.output)
+    return [name for name in results if name in found]
 
 
 def _is_mean_of_bins(node: onnx.NodeProto, index: Index, folder: Path) -> bool:

@@ -43,7 +43,7 @@ def with_inputs(config: RunConfig, local: RunConfig | None = None) -> RunConfig:
     entries = with_queries(config.loss, config.losses, local.model)
     if entries != config.loss:
         config = config.model_copy(update={"loss": entries})
-    data = with_audio_input(with_columns(config.data, config.loss, local.data), local.model)
+    data = with_audio_input(with_columns(config.data, config.losses, local.data), local.model)
     return config if data is config.data else config.model_copy(update={"data": data})
 
 

@@ -12,7 +12,7 @@ What an entry leaves out is read from the short form of one loss (`model.loss`, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -251,6 +251,7 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
         for name in ("strides", "anchors"):
             if name in each.rule.takes and not getattr(each, name):
                 yield f"{key('name')} {each.name!r} needs {key(name)}; `onward init MODEL IMAGES` reads the file"
+        yield from _grid_problems(each, key)
         if wanted and len(each.outputs) != wanted:
             found = len(each.outputs)
             yield f"{key('output')}: {each.name} reads {wanted} outputs of the graph, not {found}; name them"
@@ -259,6 +260,16 @@ def setting_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
             yield f"{key('class_weights')} 'balanced' is for cross_entropy; {each.name} has positive_weights"
         if each.soft_labels and each.class_weights == "balanced":
             yield f"{key('class_weights')} 'balanced' counts labels that are classes, not probabilities"
+
+
+def _grid_problems(loss: LossConfig, key: Callable[[str], str]) -> Iterable[str]:
+    """Yield what is wrong with the levels of a detector with a grid."""
+    if loss.anchors and len(loss.anchors) != len(loss.strides):
+        yield f"{key('anchors')} has {len(loss.anchors)} levels, but {key('strides')} {len(loss.strides)}"
+    if any(not level for level in loss.anchors):
+        yield f"{key('anchors')} has a level without anchors; give each level at least one [width, height]"
+    if loss.name == "centernet" and len(loss.strides) > 1:
+        yield f"{key('strides')} has {len(loss.strides)} levels, but centernet reads one heat map"
 
 
 def filled(model: ModelConfig, data: DataConfig, loss: Sequence[LossConfig]) -> tuple[LossConfig, ...]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.losses import LossConfig, setting_problems
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.schema.anchor_matches import count_matches
 from onward.trainer.errors import ConfigError, DataError
@@ -217,7 +217,9 @@ def test_one_tensor_with_the_channels_of_all_roles_reads_as_several(name: str) -
     torch.testing.assert_close(one.total, several.total)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", ["yolox", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n != "yolox")]
+)
 def test_training_the_raw_outputs_finds_the_objects(name: str) -> None:
     own_labels = labels_of(
         [[(2, 0.1, 0.2, 0.5, 0.6, 0)], [(0, 0.3, 0.3, 0.8, 0.9, 0), (4, 0.05, 0.6, 0.3, 0.9, 0)], []]
@@ -388,3 +390,37 @@ def test_what_does_not_fit_is_named() -> None:
     own_labels[0, 0] = CLASSES
     with pytest.raises(DataError, match=r"a box has class 5, but the scores of loss yolox have the classes 0\.\.4"):
         computed("yolox", outputs, own_labels)
+
+
+def test_outputs_in_another_order_and_strides_of_other_grids_are_refused() -> None:
+    boxes, scores = raw_outputs("yolov8")[:2]
+    with pytest.raises(
+        ConfigError, match=r"reads boxes, scores of each level in this order, and boxes have 64 channels"
+    ):
+        computed("yolov8", [scores, boxes], labels(), strides=(8.0,))
+    outputs = raw_outputs("yolov8")
+    with pytest.raises(ConfigError, match=r"a level of 2 x 2 cells is no grid of an input of 256 x 256 pixels"):
+        computed("yolov8", [*outputs[:2], *outputs[4:]], labels(), strides=(32.0, 8.0))
+
+
+def test_a_box_that_is_far_too_large_leaves_the_loss_finite() -> None:
+    outputs = [value.detach() for value in raw_outputs("yolox")]
+    outputs[0][0, 2:, 0, 0] = 60.0
+    outputs = [value.requires_grad_() for value in outputs]
+    mean, gradients = mean_and_gradients("yolox", outputs, labels())
+    assert torch.isfinite(mean)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("yolov5", {"anchors": ANCHORS[:1]}, "loss.anchors has 1 levels, but loss.strides 3"),
+        ("ssd", {"anchors": ((), *ANCHORS[1:])}, "loss.anchors has a level without anchors"),
+        ("centernet", {"strides": (8.0, 16.0)}, "loss.strides has 2 levels, but centernet reads one heat map"),
+        ("fcos", {"strides": ()}, "loss.name 'fcos' needs loss.strides"),
+    ],
+)
+def test_settings_of_levels_that_contradict_each_other_are_named(name: Any, changes: Any, problem: str) -> None:
+    found = list(setting_problems([config(name, 2, **changes)]))
+    assert any(problem in each for each in found), found

@@ -124,7 +124,8 @@ class BoxColumn(FittedComputer):
             if (corners < -BORDER).any() or (corners[2:] > np.array(size) + BORDER).any():
                 shown = ", ".join(f"{corner:g}" for corner in corners)
                 return f"has the box {shown}, which reaches beyond its image of {width} x {height} pixels"
-            inside = np.clip(corners, 0.0, np.tile(size, 2))
+            # as they are stored: in fp64 a box may be wider than nothing that is empty in fp32
+            inside = np.clip(corners, 0.0, np.tile(size, 2)).astype(np.float32)
             if (inside[2:] <= inside[:2]).any():
                 return f"has a box {', '.join(f'{corner:g}' for corner in corners)} that is outside of its image"
             numbers[number] = (self._ids[box.name], *inside, box.flag)

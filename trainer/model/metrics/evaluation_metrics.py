@@ -225,7 +225,8 @@ class _LossMetrics:
         on_first_rank: also those that only rank 0 computes, because it has the lists; else NaN.
         """
         counts, losses = _split(next(sums), [self._loss.config.num_terms] * 2)
-        if self._loss.config.rule.own_divisor:
+        # of rows without any object the divisor is 0, and their loss is not
+        if self._loss.config.rule.own_divisor and (counts[0] or losses[0]):
             counts = [max(counts[0], 1.0)]
         means = [loss / (count or 1.0) for count, loss in zip(counts, losses, strict=True)]
         results = [sum(means, start=0.0) if any(counts) else math.nan]

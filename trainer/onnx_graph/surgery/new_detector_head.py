@@ -109,6 +109,11 @@ def _anchors_of(level: Sequence[onnx.NodeProto], rule: LossRule, index: Index) -
     if not rule.has_anchors:
         return 1
     if len(level) == 1:
+        if not rule.by_level or _channels(level[0], index) % USUAL_ANCHORS:
+            raise ConfigError(
+                "model.num_classes: one tensor holds all channels of a level, and how many anchors they are of is not "
+                "known; leave model.num_classes out, and train the first classes of the file"
+            )
         return USUAL_ANCHORS
     return _channels(level[list(rule.roles).index("boxes")], index) // rule.roles["boxes"]
 

@@ -191,7 +191,9 @@ class _Experiment:
         self._loss.check_labels(batch, outputs)
         if self._are_classes:
             self._model_classes = self._loss.num_classes(outputs, labels)
-        trial.losses.append(float(self._loss(outputs, labels, batch.size)))
+        # boxes are compared whatever their class, which the file may not have
+        if self._measure != "precision":
+            trial.losses.append(float(self._loss(outputs, labels, batch.size)))
         pairs = _labels_and_predictions(self._loss, outputs, labels)
         trial.pairs.append(pairs)
         trial.num_rows += len(numbers)
@@ -209,6 +211,8 @@ class _Experiment:
     def _score(self, trial: _Trial) -> float:
         """Return the accuracy, or of numbers the share of the variance that is explained (R squared)."""
         labels, predicted = trial.labels_and_predictions.T
+        if not len(labels):
+            return 0.0
         if self._measure != "r2":
             return float((labels == predicted).mean())
         # of equal labels no share of the variance can be explained
@@ -252,6 +256,8 @@ class _Experiment:
         if not done:
             raise ConfigError(list(dict.fromkeys(trial.refused for trial in trials)))
         best = done[0]
+        if not len(best.labels_and_predictions):
+            raise ConfigError("none of the images that were tried has an object")
         chance = 0.0
         if self._measure == "accuracy":
             chance = _chance(best.labels_and_predictions[:, 0])

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,8 +55,8 @@ class Head:
 def read_head(outputs: Sequence[Tensor], loss: LossConfig, *, offset: float) -> Head:
     """Return the raw outputs [B, channels, H, W] of all levels as one table.
 
-    offset: where the point of a cell is, in cells: 0.5 = its
-    centre. Raises ConfigError for outputs that do not fit the strides and anchors of the loss.
+    offset: where the point of a cell is, in cells: 0.5 = its centre. Raises ConfigError for outputs that do not fit the
+    strides and anchors of the loss.
     """
     roles = loss.rule.roles
     per_level = _tensors_of_a_level(outputs, loss, len(roles))
@@ -74,6 +75,7 @@ def read_head(outputs: Sequence[Tensor], loss: LossConfig, *, offset: float) -> 
         levels.append((height, width))
     # the first level is that of the most cells, whose rounding to whole cells is the least
     height, width = outputs[0].shape[2:]
+    _check_strides(levels, loss)
     size = outputs[0].new_tensor([width * loss.strides[0], height * loss.strides[0]], dtype=torch.float32)
     columns: dict[str, Tensor] = dict(
         zip(roles, (torch.cat(each, 1) for each in zip(*tables, strict=True)), strict=True)
@@ -82,6 +84,17 @@ def read_head(outputs: Sequence[Tensor], loss: LossConfig, *, offset: float) -> 
     codes = torch.cat([columns[role] for role in ("boxes", "sizes") if role in columns], -1)
     grid = torch.cat(points), torch.cat(strides), torch.cat(anchors)
     return Head(codes, columns["scores"], objectness, *grid, size, levels)
+
+
+def _check_strides(levels: Sequence[Cells], loss: LossConfig) -> None:
+    """Raise ConfigError unless all levels are grids of one input, but for cells that reach beyond it."""
+    first = np.array(levels[0]) * loss.strides[0]
+    for cells, stride in zip(levels, loss.strides, strict=True):
+        if (np.abs(np.array(cells) * stride - first) >= max(stride, loss.strides[0])).any():
+            raise ConfigError(
+                f"loss.strides {list(loss.strides)}: a level of {cells[0]} x {cells[1]} cells is no grid of an input "
+                f"of {first[0]:g} x {first[1]:g} pixels, as the first level is; correct loss.strides or loss.output"
+            )
 
 
 def _tensors_of_a_level(outputs: Sequence[Tensor], loss: LossConfig, num_roles: int) -> int:
@@ -117,6 +130,12 @@ def _rows(value: Tensor, anchors: int, loss: LossConfig, level: int) -> Tensor:
 def _of_roles(rows: list[Tensor], roles: Mapping[str, int], loss: LossConfig) -> list[Tensor]:
     """Return one table for each role; a single one with the channels of all roles is divided."""
     if len(rows) == len(roles):
+        for (role, channels), table in zip(roles.items(), rows, strict=True):
+            if channels and table.shape[-1] != channels:
+                raise ConfigError(
+                    f"loss.output: {loss.name} reads {', '.join(roles)} of each level in this order, and {role} have "
+                    f"{channels} channels for each anchor, not {table.shape[-1]}; correct the order"
+                )
         return rows
     (table,) = rows
     rest = table.shape[-1] - sum(roles.values())

@@ -22,6 +22,7 @@ from onward.trainer.model.losses.dense_heads.head import Head
 
 OFFSET = 0.0
 RADIUS, BEST = 1.5, 10
+MOST_CODE = 20.0
 OVERLAP_COST, ELSEWHERE_COST, BOX_WEIGHT = 3.0, 1e6, 5.0
 
 
@@ -29,7 +30,8 @@ def decode(head: Head) -> Tensor:
     """Return the corners of all boxes, in pixels: [B, P, 4]."""
     shifts, sides = head.codes.chunk(2, -1)
     centres = head.points + shifts * head.strides[:, None]
-    halves = sides.exp() * head.strides[:, None] / 2
+    # far beyond any image; the areas of still greater boxes would not be finite
+    halves = sides.clamp(max=MOST_CODE).exp() * head.strides[:, None] / 2
     return torch.cat([centres - halves, centres + halves], -1)
 
 

@@ -129,12 +129,12 @@ class Meter(Heartbeat):
 
     peak = 0
 
-    def beat(self, step: int | None = None) -> None:
+    def beat(self, step: int | None = None, *, longest_step_s: float = 0.0) -> None:
         if step == FROM_STEP:
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         elif step == NUM_STEPS:
             self.peak = resident("VmHWM")
-        super().beat(step)
+        super().beat(step, longest_step_s=longest_step_s)
 
 
 def resident(key: str) -> int:

@@ -144,10 +144,10 @@ def train_all(mpi: MPIContext, roots: list[str]) -> None:
     class Counting(Heartbeat):
         """Notes how many collectives were made by the beginning of each step."""
 
-        def beat(self, step: int | None = None) -> None:
+        def beat(self, step: int | None = None, *, longest_step_s: float = 0.0) -> None:
             if step is not None:
                 made[step] = len(calls)
-            super().beat(step)
+            super().beat(step, longest_step_s=longest_step_s)
 
     def counted_all_reduce(x: torch.Tensor, group: str, how: Any) -> torch.Tensor:
         if not is_fake(x):  # the dry run and the cost estimate use fake tensors

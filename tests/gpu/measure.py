@@ -105,8 +105,8 @@ class StepStarts(Heartbeat):
         super().__init__(run.heartbeat)
         self._at_step = at_step
 
-    def beat(self, step: int | None = None) -> None:
-        super().beat(step)
+    def beat(self, step: int | None = None, *, longest_step_s: float = 0.0) -> None:
+        super().beat(step, longest_step_s=longest_step_s)
         if step is not None:
             self._at_step(step)
 

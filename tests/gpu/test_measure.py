@@ -38,7 +38,7 @@ def turns(mpi: MPIContext, root: str) -> tuple[list[str], int, int]:
     order: list[str] = []
     at_start = measure.StepStarts.beat
 
-    def beat(self: measure.StepStarts, step: int | None = None) -> None:
+    def beat(self: measure.StepStarts, step: int | None = None, *, longest_step_s: float = 0.0) -> None:
         at_start(self, step)
         if step is not None:
             order.append(f"onward {step}")

@@ -33,11 +33,11 @@ def train_with_a_flipped_bit(mpi: MPIContext, root: str, step: int) -> list[str]
         return held[0]
 
     class Flipping(Heartbeat):
-        def beat(self, step_: int | None = None) -> None:
+        def beat(self, step_: int | None = None, *, longest_step_s: float = 0.0) -> None:
             if step_ == step and mpi.rank == mpi.world_size - 1:
                 with torch.no_grad():
                     flipped().tensor.view(torch.int32).view(-1)[3] ^= 1 << 7
-            super().beat(step_)
+            super().beat(step_, longest_step_s=longest_step_s)
 
     def flipped() -> Any:
         # one that this rank holds complete, in every layout

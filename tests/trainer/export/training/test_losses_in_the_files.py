@@ -22,6 +22,7 @@ from onward.trainer.export.training.files import write_artifacts
 from onward.trainer.export.training.gradients import gradient_of, training_model
 from onward.trainer.export.training.loss_graph import evaluation_model, loss_names, model_with_loss
 from onward.trainer.export.training.loss_nodes import FORMULAS
+from onward.trainer.model.losses.dense_heads.families import FAMILIES
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.losses.loss_file import load_loss
 from onward.trainer.model.losses.loss_formulas import FORMULAS as TORCH_FORMULAS
@@ -128,7 +129,7 @@ def test_every_loss_without_a_reason_why_not_has_an_onnx_form_and_a_case_here() 
 
 
 def test_every_loss_has_a_rule_and_a_formula() -> None:
-    assert set(LOSS_RULES) == set(get_args(LossName)) == {*TORCH_FORMULAS, "file", "teacher"}
+    assert set(LOSS_RULES) == set(get_args(LossName)) == {*TORCH_FORMULAS, *FAMILIES, "file", "teacher"}
 
 
 @pytest.mark.parametrize("case", LOSS_CASES)

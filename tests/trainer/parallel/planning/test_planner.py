@@ -86,13 +86,13 @@ def counted(mpi: MPIContext, root: str) -> int:
         first = last = 0
         training = True
 
-        def beat(self, step: int | None = None) -> None:
+        def beat(self, step: int | None = None, *, longest_step_s: float = 0.0) -> None:
             if self.step == 0 and step == 1:
                 self.first = calls.number
             elif self.step == 1:
                 self.training = self.training and torch.is_grad_enabled()
                 self.last = calls.number if self.training else self.last
-            super().beat(step)
+            super().beat(step, longest_step_s=longest_step_s)
 
     run = RunDir(Path(root))
     if mpi.rank == 0:

@@ -32,6 +32,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "many_runs": ("--runs", "3", "--rounds", "1"),
     "memory_format": ("--models", "unet", "--batches", "1", "--size", "16", "--rounds", "1"),
     "memory_prediction": ("SqueezeNet 96: micro-batches 1", "SqueezeNet 96: pipeline"),
+    "packaged_detector": ("--epochs", "1"),
     "pipeline_bubble": ("--ranks", "2", "--micro-batches", "2", "--forward-ms", "1"),
     "products": ("--rows", "32", "--width", "16", "--rounds", "1"),
     "rank_memory": ("--layers", "2", "--width", "64", "--layouts", "tensor 2"),

@@ -106,8 +106,8 @@ def test_an_ending_belongs_to_one_kind() -> None:
     [
         ("data/data.yaml", r"boxes of object detection \(YOLO\).*data\.label=\.\.\. leaves the boxes aside"),
         # the boxes beside a folder of images are found, and the model is none that learns them
-        ("data", "boxes are learned by class scores .* but the outputs are"),
-        ("data/images", "boxes are learned by class scores .* but the outputs are"),
+        ("data", "boxes are learned by class scores .* The outputs are"),
+        ("data/images", "boxes are learned by class scores .* The outputs are"),
     ],
 )
 def test_init_says_which_boxes_are_not_learned_before_it_proposes_anything(

@@ -80,7 +80,7 @@ def precisions(
     loss = loss or loss_of(family, whole)
     part = part_between(whole, loss.outputs, ())
     images = torch.randn(IMAGES, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
-    rows = [open_session(part).run(None, {"images": fed}) for fed in fed_batches(whole, images)]
+    rows = [open_session(part).run(None, {"image": fed}) for fed in fed_batches(whole, images)]
     raw = [torch.from_numpy(np.concatenate(each)[:IMAGES]) for each in zip(*rows, strict=True)]
     labels = labels_like(dense_detections(raw, loss))
     batch = Batch((images,), (labels,), IMAGES, (1.0,) * loss.num_terms)

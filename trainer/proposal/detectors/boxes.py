@@ -124,9 +124,10 @@ def _propose_dense(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Se
     if head.loss.anchors:
         anchors = [[list(sides) for sides in level] for level in head.loss.anchors]
         draft.set("loss.anchors", anchors, "read from the boxes that the file computes")
+    # what the file itself does to the pixels is known by now
+    is_known = "data.image.mean" in draft.entries
     for key, value in PIXELS.get(head.loss.name, {}).items():
-        # a file that normalises pixels itself says how
-        if key == "resize" or "data.image.mean" not in draft.entries:
+        if key == "resize" or not is_known:
             draft.set(f"data.image.{key}", value, f"as {head.loss.name} is trained")
     draft.set("metrics", ["map", "map_50"], "")
     names = _class_names(facts)

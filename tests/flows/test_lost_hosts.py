@@ -59,13 +59,13 @@ def started(
     return command, workshop.new_run(), log
 
 
-def assert_differs_by_rounding(run: RunDir, undisturbed: RunDir) -> None:
+def assert_differs_by_rounding(run: RunDir, undisturbed: RunDir, tolerance: float = 1e-3) -> None:
     """Compare runs of 600 steps in different layouts: their rounding differs, and grows with the steps."""
     found, wanted = losses(run), losses(undisturbed)
     assert found.keys() == wanted.keys()
     for step in range(5, 201, 5):
         assert found[step] == pytest.approx(wanted[step], rel=1e-5)
-    assert_close(final_tensors(run), final_tensors(undisturbed), 1e-3)
+    assert_close(final_tensors(run), final_tensors(undisturbed), tolerance)
 
 
 @pytest.mark.parametrize("comes_back", [False, True], ids=["fewer", "wait"])
@@ -91,8 +91,7 @@ def test_a_crashed_host_is_named_and_the_run_goes_on_without_it_or_with_it_once_
         layout = "1 of 2 replicas, each with 2 micro-batches of 4 samples in a step on h0 (launch.on_host_lost)"
         assert f"going on with {layout}" in said
         assert others[0].began_ms - first.ended_ms < 15_000, "nothing is waited for"
-        # another layout rounds otherwise, in all steps from the one in which the host was lost
-    assert_close(final_tensors(run), final_tensors(undisturbed), 1e-3)
+        assert_close(final_tensors(run), final_tensors(undisturbed), 1e-4)
 
 
 def test_a_pipeline_that_lost_a_host_goes_on_in_the_layout_that_fits(
@@ -106,7 +105,7 @@ def test_a_pipeline_that_lost_a_host_goes_on_in_the_layout_that_fits(
     cluster.boot(1)
     assert [ending.kind for ending in endings(run)] == ["host_lost", "done"]
     assert "going on with data 1 x tensor 1 x pipeline 1, each with " in log.read_text()
-    assert_differs_by_rounding(run, undisturbed)
+    assert_differs_by_rounding(run, undisturbed, 1e-4)
 
 
 @pytest.mark.parametrize(

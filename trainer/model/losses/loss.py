@@ -250,7 +250,7 @@ class Loss:
         return self._counter(labels, size)
 
     def divisor(self, labels: Tensor | None, size: int) -> float | Tensor:
-        """Return what the sum of the last call, of these labels, is divided by; a loss with its own is at least 1."""
+        """Return what the sum of the last call, of these labels, is divided by; 0 if nothing counts."""
         return self.count(labels, size) if self.own_divisor is None else self.own_divisor
 
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor], place: int = 0) -> None:

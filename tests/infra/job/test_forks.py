@@ -136,15 +136,19 @@ def test_a_job_of_other_hosts_or_of_a_scheduler_is_not_forked(server: subprocess
 # -- signals and ends
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal (proc_pid_status(5), SigCgt)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (caught,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+    return bool(caught >> (number - 1) & 1)
+
+
 def test_a_client_passes_signals_on(waiting: tuple[subprocess.Popen[bytes], int], tmp_path: Path) -> None:
     client, pid = waiting
-
-    def is_asked() -> bool:
-        # once more: on a loaded machine the fork may be up before its client knows it
-        client.send_signal(signal.SIGUSR1)
-        return (tmp_path / "up.asked").exists()
-
-    until(is_asked)
+    # the fork may be up before its client has been told, and until then signals are the client's own
+    until(lambda: catches(client.pid, signal.SIGUSR1))
+    client.send_signal(signal.SIGUSR1)
+    until((tmp_path / "up.asked").exists)
     client.terminate()
     assert client.wait() == -signal.SIGTERM
     until(lambda: not is_alive(pid))

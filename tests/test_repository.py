@@ -30,7 +30,6 @@ MOST_LINES = 400
 LONG_FILES = {
     "infra/job/ray_ranks.py": "Ray sends a class by value, so the actor and its driver are in one module",
     "tasks/export.py": "the delivery of several files, of which none may be beside those of another export",
-    "trainer/data/formats/arrow_files.py": "Arrow and Parquet give rows by the same conversions of columns",
     "trainer/onnx_import/ops/contributed/contrib.py": "the operators of one domain, a few lines each",
 }
 """Source files over MOST_LINES, with the reason. A file that has become shorter leaves this table."""

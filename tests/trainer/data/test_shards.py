@@ -16,13 +16,13 @@ import pytest
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.tables import OF_COLUMNS, TableConfig
-from onward.trainer.data.formats import arrow_files
-from onward.trainer.data.formats.arrow_files import ArrowReader, ArrowWriter, record_batch
+from onward.trainer.data.formats import arrow_shards
+from onward.trainer.data.formats.arrow_shards import ArrowFiles, ArrowReader, ArrowWriter, record_batch
 from onward.trainer.data.formats.format_table import FORMATS
-from onward.trainer.data.formats.tensorproto_files import ProtoReader
+from onward.trainer.data.formats.tensorproto_files import ProtoFiles, ProtoReader
 from onward.trainer.data.schema.columns import Column, ColumnType
 from onward.trainer.data.schema.described_columns import extremes
-from onward.trainer.data.storage import sharding, split_writer
+from onward.trainer.data.storage import sharding, shards, split_writer
 from onward.trainer.data.storage.opened_shards import damaged_files, open_shards
 from onward.trainer.data.storage.sharding import (
     COUNTED_OTHERWISE,
@@ -111,11 +111,11 @@ def test_many_rows_and_few_rows_are_read_alike(tmp_path: Path, monkeypatch: pyte
         writer.write(rows)
     assert writer
     assert writer.close() == sha256(tmp_path / "t.arrow")
-    reader = ArrowReader(tmp_path / "t.arrow", columns)
+    reader = ArrowFiles([ArrowReader(tmp_path / "t.arrow", columns)], np.array([0]))
     rows = random.integers(0, 46, 60)
     found = []
     for few in (1, 1000):
-        monkeypatch.setattr(arrow_files, "FEW_ROWS", few)
+        monkeypatch.setattr(arrow_shards, "FEW_ROWS", few)
         found.append(reader.read(rows))
     one_by_one = [reader.read(rows[at : at + 1]) for at in range(len(rows))]
     for name in ("x", "flag", "text", "image"):
@@ -124,6 +124,34 @@ def test_many_rows_and_few_rows_are_read_alike(tmp_path: Path, monkeypatch: pyte
         assert np.asarray(found[0][name]).dtype == np.asarray(found[1][name]).dtype
     assert [ids.tolist() for ids in found[0]["ids"]] == [ids.tolist() for ids in found[1]["ids"]]
     assert {type(text) for text in found[0]["text"]} == {str}
+
+
+@pytest.mark.parametrize("width", [3, 20_000], ids=["small", "80 kB"])
+def test_rows_of_many_files_come_in_the_order_asked_for(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.random.default_rng(0).random((60, width), np.float32)
+    np.savez(tmp_path / "d.npz", x=values, ids=np.arange(60))
+    data = DataConfig(source=str(tmp_path / "d.npz"), rows_per_shard=7, evaluation_fraction=0.1)
+    directory, _, _ = make_shards(data, None, tmp_path / "cache")
+    rows = np.random.default_rng(1).integers(0, open_shards(directory, "train").num_rows, 90)
+    for most_open in (4096, 2):
+        monkeypatch.setattr(shards, "MOST_OPEN", most_open)
+        train = open_shards(directory, "train")
+        for _ in range(2):
+            found = train.read(rows)
+            numbers = np.asarray(found["ids"])
+            np.testing.assert_array_equal(found["x"], values[numbers])
+        one_by_one = [int(np.asarray(train.read(rows[at : at + 1])["ids"])[0]) for at in range(len(rows))]
+        assert numbers.tolist() == one_by_one
+
+
+def test_a_row_that_no_file_has_is_an_error_and_no_memory_is_read(tmp_path: Path, npz: Path) -> None:
+    directory, _, _ = make_shards(DataConfig(source=str(npz), rows_per_shard=20), None, tmp_path / "cache")
+    train = open_shards(directory, "train")
+    for row in (-1, train.num_rows, 10**12):
+        with pytest.raises(IndexError, match=f"there are {train.num_rows} rows"):
+            train.read(np.array([0, row]))
 
 
 def test_a_shard_that_states_more_values_than_it_has_is_refused(tmp_path: Path) -> None:
@@ -189,7 +217,7 @@ def sample(tensors: dict[str, np.ndarray[Any, Any]]) -> bytes:
 def test_the_golden_sample_is_read(tmp_path: Path) -> None:
     (tmp_path / "t.pb").write_bytes(GOLDEN * 3)
     reader = ProtoReader(tmp_path / "t.pb", GOLDEN_COLUMNS)
-    rows = reader.read(np.array([2, 0]))
+    rows = ProtoFiles([reader], np.array([0])).read(np.array([2, 0]))
     assert reader.num_rows == 3
     np.testing.assert_array_equal(rows["x"], [[1, 2], [1, 2]])
     np.testing.assert_array_equal(rows["y"], np.array([0.5, 0.5], np.float32))
@@ -198,13 +226,13 @@ def test_the_golden_sample_is_read(tmp_path: Path) -> None:
 def test_raw_data_in_any_order_is_read_too(tmp_path: Path) -> None:
     tensors = {"y": np.array(0.5, np.float32), "other": np.array(1, np.int32), "x": np.array([1, 2])}
     (tmp_path / "t.pb").write_bytes(sample(tensors))
-    rows = ProtoReader(tmp_path / "t.pb", GOLDEN_COLUMNS).read(np.array([0]))
+    rows = ProtoFiles([ProtoReader(tmp_path / "t.pb", GOLDEN_COLUMNS)], np.array([0])).read(np.array([0]))
     assert (rows["x"][0].tolist(), float(rows["y"][0])) == ([1, 2], 0.5)
 
 
 def test_a_tensor_that_is_missing_is_named_with_its_byte(tmp_path: Path) -> None:
     (tmp_path / "t.pb").write_bytes(GOLDEN * 2)
-    reader = ProtoReader(tmp_path / "t.pb", [Column(name="z", dtype="float32")])
+    reader = ProtoFiles([ProtoReader(tmp_path / "t.pb", [Column(name="z", dtype="float32")])], np.array([0]))
     with pytest.raises(DataError, match=r"t\.pb, sample 2 \(byte 34\): there is no tensor 'z', only x, y"):
         reader.read(np.array([1]))
 

@@ -32,7 +32,7 @@ from onward.trainer.data.batches.block_order import permutation_in_blocks
 from onward.trainer.data.batches.cache_needs import cache_problems
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
-from onward.trainer.data.formats.arrow_files import ArrowReader
+from onward.trainer.data.formats.arrow_shards import ArrowReader
 from onward.trainer.data.formats.finished_shards import shards_at
 from onward.trainer.data.reading.fetching import fetch
 from onward.trainer.data.resolve import resolve

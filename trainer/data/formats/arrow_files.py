@@ -1,11 +1,8 @@
-"""Read and write shard files in Arrow's IPC format (memory-mapped), read Parquet files, convert Arrow columns."""
+"""Read files in Arrow's IPC format and Parquet files, and convert Arrow columns."""
 
 from __future__ import annotations
 
-import contextlib
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onward.trainer.bounds import ROW_BYTES, check_regular
-from onward.trainer.data.formats.arrow_sizes import check_sizes, dictionary_bytes
-from onward.trainer.data.formats.page_advice import advise_random, advise_range
-from onward.trainer.data.schema.columns import BLOCK_BYTES, BYTES, TEXT, Array, Block, Cells, Column, Values
+from onward.trainer.bounds import ROW_BYTES
+from onward.trainer.data.formats.arrow_sizes import check_sizes, dictionary_bytes, refusing
+from onward.trainer.data.schema.columns import BLOCK_BYTES, Block, Cells
 from onward.trainer.data.schema.file_parts import FilePart
 from onward.trainer.errors import DataError
-from onward.trainer.run.durable_files import HashedFile
 
 FOOTER_MAGIC = b"ARROW1"
 """The first bytes of a file that has a footer."""
@@ -40,208 +35,9 @@ FEW_ROWS = 8
 """With fewer rows of each record batch they are faster copied one by one."""
 
 
-# -- shard files
-
-
-def record_batch(values: Mapping[str, Values], columns: Sequence[Column]) -> pa.RecordBatch:
-    """Return rows, column name -> its values, as they are stored."""
-    schema = pa.schema([pa.field(column.name, _arrow_type(column), nullable=False) for column in columns])
-    return pa.record_batch([_to_arrow(values[column.name], column) for column in columns], schema=schema)
-
-
-def record_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a file that ArrowWriter wrote, mapped. Raises DataError."""
-    with _refusing(path), pa.ipc.open_file(pa.memory_map(str(path))) as file:
-        for number in range(file.num_record_batches):
-            yield file.get_batch(number)
-
-
-class ArrowWriter:
-    """Writes one shard file."""
-
-    def __init__(self, path: Path, schema: pa.Schema, *, hashed: bool = True) -> None:
-        self._content = HashedFile(path, hashed=hashed)
-        self._file = pa.ipc.new_file(self._content, schema)
-
-    def write(self, rows: pa.RecordBatch) -> None:
-        """Append rows."""
-        self._file.write_batch(rows)
-
-    def close(self) -> str:
-        """Write the footer, without which the file is not readable; return the SHA-256 of the file."""
-        self._file.close()
-        self._content.close()
-        return self._content.sha256
-
-    def abandon(self) -> None:
-        """Close the file as it is, without its footer."""
-        self._content.close()
-
-
-class ArrowReader:
-    """Rows of one shard file by their number; the file is mapped, so ranks of a host share its memory."""
-
-    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
-        self._kinds = [(column.name, column.dtype, column.shape, column.variable) for column in columns]
-        with _refusing(path):
-            mapped = pa.memory_map(str(path))
-            content = np.frombuffer(mapped.read_buffer(), np.uint8)
-            self._place, self._size_bytes = content.ctypes.data, content.nbytes
-            file = pa.ipc.open_file(mapped)
-            batches = [file.get_batch(number) for number in range(file.num_record_batches)]
-            for batch in batches:
-                batch.validate()  # one that states more values than it has would be read behind the mapping
-                _check_stored(batch.schema, columns)
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-        self.num_rows = int(self._starts[-1])
-        self._views = {column.name: [_views(batch[column.name], column) for batch in batches] for column in columns}
-        # column of numbers of one shape -> its rows by the byte of the file that they begin at
-        self._rows: dict[str, tuple[Array, Array]] = {}
-        for column in columns:
-            if column.holds_numbers and not column.variable:
-                self._rows[column.name] = _rows_by_place(
-                    content, column, [rows for (rows,) in self._views[column.name]]
-                )
-
-    def read(self, rows: Array) -> dict[str, Values]:
-        """Return the rows [n] with these numbers, in this order: arrays [n, *shape], or lists of n arrays."""
-        # the batch that each row is in, and its place there
-        batches = np.searchsorted(self._starts, rows, side="right") - 1
-        offsets = rows - self._starts[batches]
-        result: dict[str, Values] = {}
-        for name, dtype, shape, variable in self._kinds:
-            if name in self._rows:
-                # one copy for all record batches: small rows of many would take longer to sort than to read
-                at_byte, starts = self._rows[name]
-                found = at_byte[starts[batches] + offsets * at_byte.itemsize]
-                result[name] = found.view(dtype).reshape(len(rows), *shape)
-                continue
-            views = self._views[name]
-            each = list(zip(batches.tolist(), offsets.tolist(), strict=True))
-            if variable:
-                result[name] = [_row(views[batch], at) for batch, at in each]
-                continue
-            gathered = result[name] = np.empty(len(rows), object)
-            used = {batch for batch, _ in each}
-            if dtype == TEXT and len(rows) >= FEW_ROWS * len(used):
-                for batch in used:
-                    places = np.flatnonzero(batches == batch)
-                    gathered[places] = views[batch][0].take(pa.array(offsets[places])).to_numpy(zero_copy_only=False)
-            else:
-                # contents may be large: none is copied twice
-                gathered[:] = [views[batch][0][at].as_py() for batch, at in each]
-        return result
-
-    def read_nothing_around(self) -> None:
-        """Let the kernel read only the pages of the rows that are read, and none around them."""
-        advise_random(self._place, self._size_bytes)
-
-    def read_ahead_of(self, first: int, end: int) -> None:
-        """Let the kernel read the rows from `first` to the one before `end`."""
-        for number, (start, stop) in enumerate(pairwise(self._starts.tolist())):
-            if start < end and stop > first:
-                wanted = slice(max(first, start) - start, min(end, stop) - start)
-                for views in self._views.values():
-                    for address, size in _extents(views[number], wanted):
-                        advise_range(address, size)
-
-    def lengths(self, name: str) -> Array:
-        """Return the length of each row of a column of varying length: int64 [rows]."""
-        found: Array = np.concatenate([np.diff(offsets) for _, offsets in self._views[name]]).astype(np.int64)
-        return found
-
-
-def _check_stored(schema: pa.Schema, columns: Sequence[Column]) -> None:
-    """Raise ArrowException for numbers of another type than the manifest says, which would be read as its type."""
-    for column in columns:
-        if column.name not in schema.names:
-            raise pa.ArrowInvalid(f"there is no column {column.name}")
-        found = schema.field(column.name).type
-        if column.holds_numbers and found != _arrow_type(column):
-            raise pa.ArrowTypeError(f"{column.name} is {found}, and the manifest says {_arrow_type(column)}")
-
-
-def _arrow_type(column: Column) -> pa.DataType:
-    if not column.holds_numbers:
-        return pa.large_binary() if column.dtype == BYTES else pa.large_string()
-    # Arrow packs booleans into bits, which cannot be mapped as an array
-    value = pa.from_numpy_dtype(np.uint8 if column.dtype == "bool" else column.dtype)
-    if column.variable:
-        return pa.list_(value)
-    return pa.fixed_shape_tensor(value, column.shape) if column.shape else value
-
-
-def _to_arrow(values: Values, column: Column) -> pa.Array:
-    if isinstance(values, list):
-        # Arrow's plain list type has 32-bit offsets
-        offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
-        # a row of hours of sound is not copied
-        joined = values[0].ravel() if len(values) == 1 else np.concatenate(values)
-        return pa.ListArray.from_arrays(offsets, pa.array(_bytes(joined)))
-    if not column.holds_numbers:
-        return pa.array(values, _arrow_type(column))
-    values = _bytes(np.ascontiguousarray(values))
-    return pa.FixedShapeTensorArray.from_numpy_ndarray(values) if column.shape else pa.array(values)
-
-
-def _bytes(array: Array) -> Array:
-    return array.view(np.uint8) if array.dtype == bool else array
-
-
-def _views(array: pa.Array, column: Column) -> tuple[Any, ...]:
-    """Return (values [n, *shape],) or (flat values, offsets [n + 1]) of one record batch, without a copy.
-
-    Of text and of bytes the values are the Arrow array.
-    """
-    if not column.holds_numbers:
-        return (array,)
-    if column.variable:
-        return array.values.to_numpy().view(column.dtype), array.offsets.to_numpy()
-    return ((array.to_numpy_ndarray() if column.shape else array.to_numpy()).view(column.dtype),)
-
-
-def _rows_by_place(content: Array, column: Column, batches: Sequence[Array]) -> tuple[Array, Array]:
-    """Return the rows of a column by their first byte in a file, as V[row bytes], and where each batch begins.
-
-        content   |..|row 0|row 1|.....|row 0|row 1|         at_byte[starts[1] + 1 * 4] is row 1 of batch 1,
-                     ^ starts[0]       ^ starts[1]           where a row has 4 bytes
-
-    content: the mapped file, uint8 [bytes]. batches: [n, *shape] each, in that mapping.
-    """
-    row_bytes = column.row_bytes
-    # each element begins one byte behind the one before it
-    at_byte = np.ndarray(max(0, content.nbytes - row_bytes + 1), f"V{row_bytes}", content, strides=(1,))
-    return at_byte, np.array([values.ctypes.data for values in batches]) - content.ctypes.data
-
-
-def _extents(views: tuple[Any, ...], rows: slice) -> Iterator[tuple[int, int]]:
-    """Yield (address, bytes) of what the rows of one record batch take in a column."""
-    if isinstance(views[0], pa.Array):
-        _, offsets, values = views[0].buffers()
-        bounds = np.frombuffer(offsets, np.int64)[rows.start : rows.stop + 1]
-        yield bounds.ctypes.data, bounds.nbytes
-        yield values.address + int(bounds[0]), int(bounds[-1] - bounds[0])
-        return
-    parts = [views[0][rows]]
-    if len(views) > 1:
-        flat, offsets = views
-        bounds = offsets[rows.start : rows.stop + 1]
-        parts = [bounds, flat[bounds[0] : bounds[-1]]]
-    for part in parts:
-        yield part.ctypes.data, part.nbytes
-
-
-def _row(views: tuple[Array, ...], at: int) -> Array:
-    flat, offsets = views
-    return flat[offsets[at] : offsets[at + 1]]
-
-
-# -- sources
-
-
 def arrow_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     """Yield the rows of a file in Arrow's IPC format, with a footer or as a stream; `names`: the columns to read."""
-    with _refusing(path):
+    with refusing(path):
         first = 0
         for whole in _record_batches(path):
             batch = _chosen(whole, names)
@@ -303,7 +99,7 @@ def parquet_parts(path: Path, part_bytes: int) -> Iterator[FilePart]:
     """Yield parts of about this size, between which the blocks of a Parquet file are divided."""
     import pyarrow.parquet as pq  # imported here: ranks never need it
 
-    with _refusing(path):
+    with refusing(path):
         metadata = pq.read_metadata(path)
         runs = _runs([metadata.row_group(number) for number in range(metadata.num_row_groups)])
     begin = size = 0
@@ -346,7 +142,7 @@ def parquet_blocks(path: Path, names: Sequence[str] | None, part: FilePart | Non
     import pyarrow.parquet as pq  # imported here: ranks never need it
 
     # pre_buffer would read whole row groups ahead, which may be as large as the file
-    with _refusing(path), pq.ParquetFile(path, pre_buffer=False, buffer_size=STREAM_BYTES) as file:
+    with refusing(path), pq.ParquetFile(path, pre_buffer=False, buffer_size=STREAM_BYTES) as file:
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         # equal values are stored once, so that a file of some kilobytes may have rows of gigabytes
         row_bytes = max(1, max((_row_bytes(group) for group in groups), default=0))
@@ -418,15 +214,3 @@ def _lists(array: pa.Array) -> Cells:
     if len(lengths) and (lengths == lengths[0]).all():
         return inner.reshape(len(lengths), lengths[0], *inner.shape[1:])
     return np.split(inner, np.cumsum(lengths)[:-1])
-
-
-@contextlib.contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """Convert Arrow's errors to DataError with the path."""
-    try:
-        if not check_regular(path):
-            raise DataError(f"{path} is empty (0 bytes)")
-        yield
-    # ValueError: text that is not UTF-8; OverflowError: dates beyond Python's; struct.error: places beyond the file
-    except (pa.ArrowException, OSError, ValueError, OverflowError, struct.error) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error

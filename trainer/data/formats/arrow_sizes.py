@@ -12,6 +12,7 @@ its different texts once, in a page of their own, and rows are numbers of these.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import struct
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from onward.trainer.bounds import ARROW_BATCH_BYTES, opened
+from onward.trainer.bounds import ARROW_BATCH_BYTES, check_regular, opened
 from onward.trainer.errors import DataError
 
 MOST_COMPRESSED = 100
@@ -132,3 +133,15 @@ def dictionary_bytes(path: Path, group: Any) -> int:
             size = sum((byte & 127) << 7 * place for place, byte in enumerate(fields[1])) // 2 if fields else None
             most = max(most, column.total_uncompressed_size if size is None else size)
     return most
+
+
+@contextlib.contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Convert Arrow's errors to DataError with the path."""
+    try:
+        if not check_regular(path):
+            raise DataError(f"{path} is empty (0 bytes)")
+        yield
+    # ValueError: text that is not UTF-8; OverflowError: dates beyond Python's; struct.error: places beyond the file
+    except (pa.ArrowException, OSError, ValueError, OverflowError, struct.error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error

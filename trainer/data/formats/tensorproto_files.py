@@ -32,21 +32,11 @@ class ProtoReader:
 
     def __init__(self, path: Path, columns: Sequence[Column]) -> None:
         self._path = path
-        self._columns = columns
+        self.columns = columns
         self._data = _map(path)
         # the format has no index, so the samples are found once and read at random afterwards
         self._starts = list(_walk(path, self._data))
         self.num_rows = len(self._starts)
-
-    def read(self, rows: Array) -> dict[str, Values]:
-        """Return the rows [n] with these numbers, in this order: arrays [n, *shape], or lists of n arrays."""
-        samples = [self.sample(row) for row in rows.tolist()]
-        result: dict[str, Values] = {}
-        for column in self._columns:
-            cells = [self._value(sample, column, row) for sample, row in zip(samples, rows, strict=True)]
-            empty = np.empty((0, *column.shape), object if column.dtype == TEXT else column.dtype)
-            result[column.name] = cells if column.variable else np.stack(cells) if cells else empty
-        return result
 
     def sample(self, row: int) -> dict[str, Array]:
         """Return every tensor of one sample, by name."""
@@ -62,7 +52,8 @@ class ProtoReader:
         """Return the length of each row of a column of varying length: int64 [rows]."""
         return np.array([len(self.sample(row)[name]) for row in range(self.num_rows)], np.int64)
 
-    def _value(self, sample: Mapping[str, Array], column: Column, row: int) -> Array:
+    def value(self, sample: Mapping[str, Array], column: Column, row: int) -> Array:
+        """Return a column of the sample of a row. Raises DataError if it is not there, or of another shape."""
         place = f"{self._path}, sample {row + 1} (byte {self._starts[row]})"
         if column.name not in sample:
             raise DataError(f"{place}: there is no tensor {column.name!r}, only {', '.join(sample)}")
@@ -70,6 +61,27 @@ class ProtoReader:
         if not column.variable and value.shape != column.shape:
             raise DataError(f"{place}: {column.name} has shape {list(value.shape)}, not {list(column.shape)}")
         return value.astype(object if column.dtype == TEXT else column.dtype, copy=False)
+
+
+class ProtoFiles:
+    """Rows of several shard files by their numbers. firsts: first row of each file, int64 [files], increasing."""
+
+    def __init__(self, readers: Sequence[ProtoReader], firsts: Array) -> None:
+        self._readers = readers
+        self._firsts = firsts
+
+    def read(self, rows: Array) -> dict[str, Values]:
+        """Return rows [n], in the order asked for: arrays [n, *shape], or lists of n arrays."""
+        files = np.searchsorted(self._firsts, rows, side="right") - 1
+        inside = (rows - self._firsts[files]).tolist()
+        places = [(self._readers[file], row) for file, row in zip(files.tolist(), inside, strict=True)]
+        samples = [reader.sample(row) for reader, row in places]
+        result: dict[str, Values] = {}
+        for column in self._readers[0].columns:
+            cells = [reader.value(sample, column, row) for sample, (reader, row) in zip(samples, places, strict=True)]
+            empty = np.empty((0, *column.shape), object if column.dtype == TEXT else column.dtype)
+            result[column.name] = cells if column.variable else np.stack(cells) if cells else empty
+        return result
 
 
 def proto_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:

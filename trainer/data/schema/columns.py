@@ -67,6 +67,11 @@ class Column(Record):
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize if self.holds_numbers else 0
 
     @property
+    def has_one_size(self) -> bool:
+        """Whether all rows are numbers of one shape."""
+        return self.holds_numbers and not self.variable
+
+    @property
     def kind(self) -> str:
         """Return the type and shape in words, for messages."""
         if not self.holds_numbers:

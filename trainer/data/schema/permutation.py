@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -40,30 +41,43 @@ def permutation(positions: Array, size: int, *, seed: int, epoch: int | str) -> 
     So each position is computed from seed and epoch alone: no order is stored, and none is restored at a resume.
     """
     # both halves have the same number of bits (a balanced network), so the domain has an even number of them
-    half_bits = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
-    keys = [hash_key("permutation", seed, epoch, number) for number in range(NUM_ROUNDS)]
-    result = _feistel(positions.astype(np.uint64), half_bits, keys)
+    half_bits = max(1, -(-(size - 1).bit_length() // 2))
+    tables = _rounds(half_bits, seed, epoch)
+    result = _feistel(positions.astype(np.int64), half_bits, tables)
     # a cycle of the network that leaves 0..size-1 comes back, because the position it began at is inside
-    while (outside := np.flatnonzero(result >= size)).size:
-        result[outside] = _feistel(result[outside], half_bits, keys)
-    return result.astype(np.int64)
+    outside = np.flatnonzero(result >= size)
+    while outside.size:
+        again = result[outside] = _feistel(result[outside], half_bits, tables)
+        outside = outside[again >= size]
+    return result
 
 
-def _feistel(values: Array, half_bits: np.uint64, keys: list[np.uint64]) -> Array:
-    """Permute the integers of 2 * half_bits bits.
+@lru_cache(16)
+def _rounds(half_bits: int, seed: int, epoch: int | str) -> list[Array]:
+    """Return the keyed hash of each round, of every value that a half can have: int64 [2^half_bits] each.
+
+    Of 2^32 rows these are tables of 65,536 values; one look-up takes a tenth of the time of a hash.
+    """
+    halves = np.arange(1 << half_bits, dtype=np.uint64)
+    keys = [hash_key("permutation", seed, epoch, number) for number in range(NUM_ROUNDS)]
+    return [(keyed_hash(halves, key) >> np.uint64(64 - half_bits)).astype(np.int64) for key in keys]
+
+
+def _feistel(values: Array, half_bits: int, tables: list[Array]) -> Array:
+    """Permute integers of 2 * half_bits bits, int64 [n].
 
         left   right
           |      |---------.
-          |      |    keyed_hash       each round is undone by the same round with the halves swapped, so the
+          |      |      table          each round is undone by the same round with the halves swapped, so the
          XOR <---|---------'           network is a permutation whatever the hash is
            \\    /
             \\  /   swap
             /  \\
         left   right
     """
-    mask = (np.uint64(1) << half_bits) - np.uint64(1)
     left = values >> half_bits
-    right = values & mask
-    for key in keys:
-        left, right = right, left ^ (keyed_hash(right, key) >> (np.uint64(64) - half_bits))
-    return (left << half_bits) | right
+    right = values & ((1 << half_bits) - 1)
+    for table in tables:
+        left, right = right, left ^ table[right]
+    permuted: Array = (left << half_bits) | right
+    return permuted

@@ -20,15 +20,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import Field
 
-from onward.trainer.data.formats.arrow_files import ArrowReader
+from onward.trainer.data.formats.arrow_shards import ArrowFiles, ArrowReader
 from onward.trainer.data.formats.finished_shards import FILES_TOGETHER, MANIFEST
 from onward.trainer.data.formats.page_advice import advise_file
-from onward.trainer.data.formats.tensorproto_files import ProtoReader
+from onward.trainer.data.formats.tensorproto_files import ProtoFiles, ProtoReader
 from onward.trainer.data.schema.columns import Array, Column, Schema, Values
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.permutation import hash_key, keyed_hash
@@ -132,16 +132,19 @@ class ShardServer(Protocol):
 class _Reader(Protocol):
     num_rows: int
 
-    def read(self, rows: Array) -> dict[str, Values]: ...
-
     def lengths(self, name: str) -> Array: ...
     def read_nothing_around(self) -> None: ...
     def read_ahead_of(self, first: int, end: int) -> None: ...
 
 
+class _Files(Protocol):
+    def read(self, rows: Array) -> dict[str, Values]: ...
+
+
 MOST_OPEN = 4096
 """Files that are mapped at a time, each several times: a process may have 65,530 mappings by default."""
 SHARD_READERS: dict[str, Callable[[Path, Sequence[Column]], _Reader]] = {"arrow": ArrowReader, "pb": ProtoReader}
+SHARD_FILES: dict[str, Callable[[Any, Array], _Files]] = {"arrow": ArrowFiles, "pb": ProtoFiles}
 
 
 class Shards:
@@ -167,6 +170,8 @@ class Shards:
         self._files = manifest.files(split)
         self._starts = np.cumsum([0, *(file.rows for file in self._files)])
         self._open: dict[int, _Reader] = {}
+        # the open files as one; None after one was opened or closed
+        self._joined: _Files | None = None
         self._opening = threading.Lock()
         # file -> descriptor, which keeps a file of a server that was fetched ahead
         self._ahead: dict[int, int] = {}
@@ -226,23 +231,33 @@ class Shards:
         return self._read(rows) | soft
 
     def _read(self, rows: Array) -> dict[str, Values]:
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.num_rows):
+            raise IndexError(f"there are {self.num_rows} rows, and not all of {rows.min()} to {rows.max()}")
         rows = rows if self._chosen is None else self._chosen[rows]
         # `side="right"`: a row that starts a file belongs to it, also behind files without rows
         files = np.searchsorted(self._starts, rows, side="right") - 1
-        # the rows by their files; in each file in the order asked for
-        by_file = np.argsort(files, kind="stable")
-        numbers, firsts = np.unique(files[by_file], return_index=True)
-        of_files = zip(numbers.tolist(), np.split(rows[by_file], firsts[1:]), strict=True)
-        parts = [self._part(number, part - self._starts[number]) for number, part in of_files]
-        if len(parts) == 1:
-            return parts[0]
+        numbers = np.unique(files)
+        # of a server's files each is closed before the next one is opened, for which there may be no room otherwise
+        together = 1 if self._server else self._most_open
+        if len(numbers) <= together:
+            return self._rows_of(numbers, rows)
+        groups = [numbers[first : first + together] for first in range(0, len(numbers), together)]
+        places = [np.flatnonzero(np.isin(files, group)) for group in groups]
+        parts = [self._rows_of(group, rows[here]) for group, here in zip(groups, places, strict=True)]
         # order[i] is where row i is in the concatenation of the parts
-        order = np.empty_like(by_file)
-        order[by_file] = np.arange(len(rows))
+        order = np.argsort(np.concatenate(places))
         return {name: _concatenated([part[name] for part in parts], order) for name in self.columns}
 
-    def _part(self, number: int, rows: Array) -> dict[str, Values]:
-        values = self._reader(number).read(rows)
+    def _rows_of(self, files: Array, rows: Array) -> dict[str, Values]:
+        with self._opening:
+            for number in files.tolist():
+                self._opened(number)
+            if self._joined is None:
+                numbers = sorted(self._open)
+                readers = [self._open[number] for number in numbers]
+                self._joined = SHARD_FILES[self._manifest.format](readers, self._starts[numbers])
+            joined = self._joined
+        values = joined.read(rows)
         if self._server:
             # rows of varying length are views of the file, which may be deleted once its reader is closed
             for name, column in values.items():
@@ -308,12 +323,14 @@ class Shards:
 
     def _release_all(self) -> None:
         self._open.clear()
+        self._joined = None
         self.release_ahead(list(self._ahead))
 
     def close_files(self) -> None:
         """Close all files; one that is read again is opened again."""
         with self._opening:
             self._open.clear()
+            self._joined = None
 
     def _reader(self, number: int) -> _Reader:
         with self._opening:
@@ -331,6 +348,7 @@ class Shards:
             if not self._reads_around:
                 reader.read_nothing_around()
             self._open[number] = reader
+            self._joined = None
             if len(self._open) > self._most_open:
                 # of rows that were read from it, numpy keeps the mapping
                 del self._open[next(iter(self._open))]

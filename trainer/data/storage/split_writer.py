@@ -11,7 +11,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, Self
 
-from onward.trainer.data.formats.arrow_files import ArrowWriter, record_batch
+from onward.trainer.data.formats.arrow_shards import ArrowWriter, record_batch
 from onward.trainer.data.schema.column_computers import RowPacker
 from onward.trainer.data.schema.columns import Column, Values
 from onward.trainer.data.schema.described_columns import extremes, outermost

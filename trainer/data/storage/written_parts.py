@@ -26,7 +26,7 @@ import numpy as np
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.empty_targets import EmptyTargets
-from onward.trainer.data.formats.arrow_files import record_batches
+from onward.trainer.data.formats.arrow_shards import record_batches
 from onward.trainer.data.images.image_computer import ImageComputer
 from onward.trainer.data.reading.source_parts import SourcePart, divide, may_be_divided, read_part
 from onward.trainer.data.reading.sources import Source, SourceRange, locate, read_range, source_ranges

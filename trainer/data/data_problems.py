@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -13,14 +13,17 @@ import numpy as np
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.images import MOSAIC, ImageConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data import misfits
 from onward.trainer.data.feed_problems import NUMERIC, image_problems, shown_sample, text_problems, type_problems
 from onward.trainer.data.images.image_decoding import MASK_TYPE
 from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
 from onward.trainer.data.input_columns import Feed, InputColumns
+from onward.trainer.data.schema.box_cells import BOX_NUMBERS, HEAD_NUMBERS
 from onward.trainer.data.schema.class_axis import find_class_axis
 from onward.trainer.data.schema.columns import TEXT, Column, Schema
+from onward.trainer.data.schema.detection_grids import Cells, size_problems
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.tables.class_names import class_problems
@@ -48,7 +51,7 @@ def data_problems(
         signature = signature or read_training_signature(config.model)
         # which columns are read depends on these
         masks(config.data, config.losses, signature)
-        image_inputs(config.data, signature)
+        images = image_inputs(config.data, signature)
         mixed_labels(config.data, config.losses, signature)
     except ConfigError as error:
         return list(error.problems)
@@ -79,6 +82,8 @@ def data_problems(
     targets = {name for feed in columns.labels() for name in feed.columns}
     problems += misfits.label_as_input(fed.values(), targets)
     problems += _balance_problems(columns, schema) if config.train.shuffle == "length" else ()
+    if images and config.data.image:
+        problems += _box_problems(config.data.image, config.losses, images[0].size, schema)
     problems += _vocabulary_problems(config.model, fed, fitted)
     mask_names = config.data.image.mask_columns if config.data.image else ()
     # files of masks have no classes yet: their pixels are read while the data is sharded
@@ -104,6 +109,24 @@ def _unknown_names(data: DataConfig, model: ModelConfig, columns: InputColumns, 
             yield f"data.pad_values names {name!r}, which is not a column that is read{_nearest(name, known)}"
     if not data.evaluation_fraction and not data.evaluation_source:
         yield "data.evaluation_fraction is 0 and there is no data.evaluation_source: nothing to evaluate on"
+
+
+def _box_problems(image: ImageConfig, losses: Sequence[LossConfig], size: Cells, schema: Schema) -> Iterator[str]:
+    """Yield what is wrong with the size of images for a grid, and with objects of several images for queries."""
+    boxes = schema.get(image.box_column)
+    joined = (MOSAIC if image.augment.mosaic else 1) * (2 if image.augment.mixup else 1)
+    for loss in losses:
+        if loss.rule.has_grid and loss.strides:
+            yield from size_problems(loss, size)
+        # of images as they are, objects beyond the queries have no query, as in DETR
+        if boxes is None or not loss.num_queries or joined == 1 or not boxes.shape:
+            continue
+        most = ((boxes.shape[0] or 0) - HEAD_NUMBERS) // BOX_NUMBERS
+        if joined * most > loss.num_queries:
+            yield (
+                f"data.image.augment.mosaic and mixup put {joined} images of up to {most} objects together, but loss "
+                f"{loss.name} has {loss.num_queries} queries for them; leave one of the two or both out"
+            )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

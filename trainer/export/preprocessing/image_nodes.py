@@ -61,6 +61,14 @@ class _Fitting:
             then_branch=self._products(x, (down, None), (None, across)),
             else_branch=self._products(x, (None, across), (down, None)),
         )
+        if any(self._how.border_color):
+            inside = [
+                self._inside(self._places(new, wanted), new)
+                for new, wanted in ((rows, self._how.height), (columns, self._how.width))
+            ]
+            inside[1] = self._op("Transpose", inside[1], perm=[1, 0])
+            color = np.array(self._how.border_color, np.float64).reshape(-1, 1, 1)
+            x = self._op("Where", self._op("And", *inside), x, self._stored(color))
         return self._op("Cast", x, to=TensorProto.FLOAT)
 
     def _rows_first(self, old: tuple[str, str], new: tuple[str, str]) -> str:
@@ -119,11 +127,8 @@ class _Fitting:
 
         Rows outside of `new` are 0: black borders.
         """
-        begin = self._op("Round", self._op("Mul", self._add(new, -float(wanted)), self._number(0.5)))
-        at = self._op("Add", begin, self._stored(np.arange(wanted, dtype=np.float64)[:, None]))
-        inside = self._op(
-            "And", self._op("Greater", at, self._number(-0.5)), self._op("Less", at, self._add(new, -0.5))
-        )
+        at = self._places(new, wanted)
+        inside = self._inside(at, new)
         pixel = self._range(old)
         scale = self._op("Div", old, new)
         if self._how.interpolation == "nearest":
@@ -145,6 +150,17 @@ class _Fitting:
         # to the nearest integer, halves away from 0
         size = self._op("Floor", self._add(self._op("Mul", self._op("Abs", shares), self._number(PRECISION)), 0.5))
         return self._op("Mul", self._op("Sign", shares), size)
+
+    def _places(self, new: str, wanted: int) -> str:
+        """Return where in `new` each of `wanted` rows or columns lies, [wanted, 1]."""
+        if self._how.is_in_corner:
+            return self._stored(np.arange(wanted, dtype=np.float64)[:, None])
+        begin = self._op("Round", self._op("Mul", self._add(new, -float(wanted)), self._number(0.5)))
+        return self._op("Add", begin, self._stored(np.arange(wanted, dtype=np.float64)[:, None]))
+
+    def _inside(self, at: str, new: str) -> str:
+        """Return which rows or columns are no borders."""
+        return self._op("And", self._op("Greater", at, self._number(-0.5)), self._op("Less", at, self._add(new, -0.5)))
 
     def _nearest(self, at: str, new: str, scale: str) -> str:
         """Return the pixels that columns or rows `at` take: the integer part of scale / 2 + scale + scale + ..."""

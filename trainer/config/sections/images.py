@@ -16,8 +16,6 @@ GREY_MEAN = (0.449,)
 GREY_STD = (0.226,)
 """The means of those over the three channels."""
 
-MOSAIC = 4
-"""Images in a mosaic."""
 GREY = 114
 """Of the borders with which detectors of the YOLO family are trained."""
 
@@ -67,6 +65,11 @@ class AugmentConfig(Section):
     def flips(self) -> tuple[float, float]:
         """The probabilities of a flip from left to right, and of one from top to bottom."""
         return self.flip if isinstance(self.flip, tuple) else (self.flip, 0.0)
+
+    @property
+    def joined(self) -> int:
+        """The most images whose boxes are those of one sample."""
+        return (4 if self.mosaic else 1) << (self.mixup > 0)
 
     @property
     def mixes(self) -> bool:

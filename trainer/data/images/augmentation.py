@@ -137,16 +137,14 @@ class Augmentation:
 def mosaic(images: Sequence[Array], boxes: Sequence[Sequence[Array]], size: Size) -> tuple[Array, list[Array]]:
     """Return four images [height, width, channels] in a square, and the boxes of each column, [n, 6], in its pixels.
 
-    boxes: of each image, of each column. size: of one image.
+    boxes: of each image, of each column; they are moved in place. size: of one image.
     """
-    first, second, third, fourth = images
-    square = np.concatenate([np.concatenate([first, second], 1), np.concatenate([third, fourth], 1)])
-    moved: list[list[Array]] = []
+    square = np.concatenate([np.concatenate(images[:2], 1), np.concatenate(images[2:], 1)])
     for place, of_image in enumerate(boxes):
         row, column = divmod(place, 2)
-        shift = np.array([0, column * size[1], row * size[0], column * size[1], row * size[0], 0], np.float32)
-        moved.append([of_column + shift for of_column in of_image])
-    return square, [np.concatenate(of_column) for of_column in zip(*moved, strict=True)]
+        for each in of_image:
+            each[:, 1:5] += np.tile([column * size[1], row * size[0]], 2)
+    return square, [np.concatenate(of_column) for of_column in zip(*boxes, strict=True)]
 
 
 def _left(before: Array, after: Array) -> Array:

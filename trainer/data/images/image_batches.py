@@ -13,6 +13,7 @@ Evaluation has no positions, and is never augmented.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -81,12 +82,11 @@ class ImageBatches:
             pairs = np.unique(positions >> 1)
             positions = np.stack([2 * pairs, 2 * pairs + 1], axis=1).ravel()
         tiles = self._tiles(positions)
-        needed = np.unique(tiles)
-        read = self._read(values, samples, needed)
-        computed = self._computed(read, np.searchsorted(needed, tiles), positions)
+        read = self._read(values, samples, np.unique(tiles))
+        computed = self._computed(read, tiles, positions)
         if not self._mixed:
             return {**values, **computed}
-        self._mix(computed, [read[self._mixed.column][at] for at in np.searchsorted(needed, positions)], pairs)
+        self._mix(computed, [read[self._mixed.column][position] for position in positions], pairs)
         # `positions` is sorted and has both samples of each pair; the micro-batch takes its own ones, in its order
         chosen = np.searchsorted(positions, own)
         return {**values, **{name: _taken(rows, chosen) for name, rows in computed.items()}}
@@ -107,8 +107,8 @@ class ImageBatches:
     def _computed(self, values: Mapping[str, Any], tiles: Array, positions: Array | None) -> dict[str, Any]:
         """Return the tensors of image columns, masks and boxes, not mixed.
 
-        tiles: rows of `values` that make each sample, int64 [n, 1 or 4], see `_tiles`. positions: [n], None without
-        augmentation.
+        tiles: the keys in each column of the cells that make a sample, int64 [n, 1 or 4], see `_tiles`. positions: [n],
+        None without augmentation.
         """
         if positions is not None and not self._augmentations:
             borders = (each.ignore_index for each in self._masks.values())
@@ -143,9 +143,9 @@ class ImageBatches:
         return self._config.workers or torch.get_num_threads()
 
     def _sample_in_turn(self, given: Sample) -> tuple[Array, list[Array], list[Array]]:
+        contents = itertools.chain.from_iterable(cells.values() for cells in given[1])
         # pixels are decoded already, and take no more memory
-        contents = [] if self._config.stores_pixels else [cell for cells in given[1] for cell in cells.values()]
-        with room_for(contents):
+        with room_for(() if self._config.stores_pixels else contents):
             return self._sample(given)
 
     def _sample(self, given: Sample) -> tuple[Array, list[Array], list[Array]]:
@@ -239,20 +239,15 @@ class ImageBatches:
         else:
             computed[label] = soft.numpy()
 
-    def _read(self, values: Mapping[str, Values], samples: Samples, positions: Array) -> dict[str, Any]:
-        """Return the stored columns at `positions`, int64 [n]: of the micro-batch, and of others of the stream."""
+    @staticmethod
+    def _read(values: Mapping[str, Values], samples: Samples, positions: Array) -> dict[str, dict[int, Any]]:
+        """Return position -> cell of each stored column, for the micro-batch and for `positions`, int64 [n]."""
         assert samples.positions is not None
         # what is in another micro-batch, or on another replica, is read as well
         others = np.setdiff1d(positions, samples.positions)
         more = samples.read(others) if samples.read and len(others) else {}
-        known = np.concatenate([samples.positions, others])
-        order = np.argsort(known, kind="stable")
-        places = order[np.searchsorted(known[order], positions)]
-        columns = {}
-        for name in {*self._images, *self._masks, *self._boxes, *([self._mixed.column] if self._mixed else [])}:
-            rows = [*values[name], *more.get(name, ())]
-            columns[name] = [rows[place] for place in places]
-        return columns
+        known = [*samples.positions, *others]
+        return {name: dict(zip(known, [*own, *more.get(name, ())], strict=False)) for name, own in values.items()}
 
 
 def _taken(rows: Any, chosen: Array) -> Values:

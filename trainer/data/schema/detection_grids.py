@@ -7,7 +7,7 @@ image of 300 pixels     stride 8      38 cells of 304 pixels     the last cell r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from onward.trainer.config.losses import LossConfig
 
@@ -31,16 +31,14 @@ def size_of(levels: Sequence[Cells], strides: Sequence[float]) -> tuple[float, f
     return min(height * stride for (height, _), stride in pairs), min(width * stride for (_, width), stride in pairs)
 
 
-def size_problems(loss: LossConfig, image: Cells) -> list[str]:
-    """Return what is wrong with the height and width of images of which no grid of a loss ends with a side."""
-    problems = []
+def size_problems(loss: LossConfig, image: Cells) -> Iterator[str]:
+    """Yield what is wrong with the height and width of images of which no grid of a loss ends with a side."""
+    least = min(loss.strides)
     for side, found in zip(image, size_of(grids_of(image, loss.strides), loss.strides), strict=True):
-        least = min(loss.strides)
         if found - side > LARGEST_ERROR * side:
             below = side // least * least
-            problems.append(
+            yield (
                 f"loss {loss.name}: no grid of loss.strides {list(loss.strides)} ends with the {side} pixels of an "
                 f"image, so that boxes would be {found / side - 1:.1%} too large; set data.image.size to multiples of "
                 f"{least:g}, such as {below:g} or {below + least:g}"
             )
-    return problems

@@ -19,6 +19,7 @@ from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.errors import ConfigError
 from onward.trainer.events import ObjectPrecision, read_events
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.losses.set_prediction import detections
@@ -179,6 +180,51 @@ def test_killed_and_resumed_it_has_the_same_bits(kind: str, data: Path, alone: R
     train_until(run, ("checkpoint", 8), rank=0)
     train_run(run)
     assert_equal_bits(final_tensors(run), final_tensors(alone))
+
+
+@pytest.mark.slow
+def test_mosaics_and_mixed_images_train_alike_on_two_ranks_and_after_a_kill(data: Path, tmp_path: Path) -> None:
+    image = {"augment": {"mosaic": 0.7, "mixup": 8.0, "flip": 0.5}, "resize": "pad_grey"}
+    runs = {}
+    for name, settings in (("alone", {}), ("two", {"parallel": {"data": 2}}), ("killed", {})):
+        run = runs[name] = detector_run(tmp_path / name, data, kind="yolov5", image=image, **settings)
+        if name == "killed":
+            train_until(run, ("checkpoint", 4), rank=0)
+        train_run(run)
+    wanted = final_tensors(runs["alone"])
+    assert_equal_bits(final_tensors(runs["killed"]), wanted)
+    for name, value in final_tensors(runs["two"]).items():
+        np.testing.assert_allclose(value, wanted[name], rtol=2e-4, atol=2e-5, err_msg=name)
+    losses = [values["evaluation/loss"] for values in evaluations(runs["alone"])]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+
+
+def test_more_objects_of_mixed_images_than_queries_are_refused_before_the_start(data: Path, tmp_path: Path) -> None:
+    # 6 queries, and up to 3 objects in an image
+    detector_run(tmp_path / "two", data, image={"augment": {"mixup": 8.0}})
+    with pytest.raises(ConfigError, match=r"put 4 images of up to 3 objects together, but loss set_classes has 6 quer"):
+        detector_run(tmp_path / "four", data, image={"augment": {"mosaic": 0.1}})
+
+
+@pytest.mark.parametrize("size", [44, (48, 44)])
+def test_a_size_that_no_grid_ends_with_is_refused_before_the_start(size: Any, data: Path, tmp_path: Path) -> None:
+    model = grid_model()
+    for dim, name in zip(model.graph.input[0].type.tensor_type.shape.dim[2:], ("h", "w"), strict=True):
+        dim.dim_param = name
+    with pytest.raises(ConfigError, match=r"ends with the 44 pixels .* too large; .* multiples of 8, such as 40 or 48"):
+        make_run(
+            tmp_path,
+            model,
+            {},
+            data={
+                "source": str(data / "images"),
+                "label": "boxes",
+                "image": {"boxes": "../annotations.json", "resize": "stretch", "size": size},
+            },
+            loss=GRID_LOSS,
+            train={"num_epochs": 1, "global_batch_size": 8},
+        )
 
 
 @pytest.mark.parametrize("kind", ["set"], indirect=True)

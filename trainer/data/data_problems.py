@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -13,14 +13,17 @@ import numpy as np
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data import misfits
 from onward.trainer.data.feed_problems import NUMERIC, image_problems, shown_sample, text_problems, type_problems
 from onward.trainer.data.images.image_decoding import MASK_TYPE
-from onward.trainer.data.images.image_inputs import image_inputs, masks, mixed_labels
+from onward.trainer.data.images.image_inputs import ImageInput, image_inputs, masks, mixed_labels
 from onward.trainer.data.input_columns import Feed, InputColumns
+from onward.trainer.data.schema.box_cells import BOX_NUMBERS, HEAD_NUMBERS
 from onward.trainer.data.schema.class_axis import find_class_axis
 from onward.trainer.data.schema.columns import TEXT, Column, Schema
+from onward.trainer.data.schema.detection_grids import size_problems
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_training_signature
 from onward.trainer.data.tables.class_names import class_problems
@@ -48,7 +51,7 @@ def data_problems(
         signature = signature or read_training_signature(config.model)
         # which columns are read depends on these
         masks(config.data, config.losses, signature)
-        image_inputs(config.data, signature)
+        images = image_inputs(config.data, signature)
         mixed_labels(config.data, config.losses, signature)
     except ConfigError as error:
         return list(error.problems)
@@ -88,7 +91,7 @@ def data_problems(
         if loss.has_classes and isinstance(loss.label, str) and loss.label in checked:
             key = key_of(config.losses, config.losses.index(loss), "name") if config.loss else "model.loss"
             problems += _label_range_problems(key, loss, signature, schema[loss.label], fitted)
-    return list(dict.fromkeys(problems))
+    return list(dict.fromkeys([*problems, *_box_problems(config.data.image, config.losses, images, schema)]))
 
 
 def _unknown_names(data: DataConfig, model: ModelConfig, columns: InputColumns, signature: Signature) -> Iterator[str]:
@@ -104,6 +107,27 @@ def _unknown_names(data: DataConfig, model: ModelConfig, columns: InputColumns, 
             yield f"data.pad_values names {name!r}, which is not a column that is read{_nearest(name, known)}"
     if not data.evaluation_fraction and not data.evaluation_source:
         yield "data.evaluation_fraction is 0 and there is no data.evaluation_source: nothing to evaluate on"
+
+
+def _box_problems(
+    image: ImageConfig | None, losses: Sequence[LossConfig], images: Sequence[ImageInput], schema: Schema
+) -> Iterator[str]:
+    """Yield what is wrong with the size of images for a grid, and with objects of several images for queries."""
+    boxes = schema.get(image.box_column) if image else None
+    if image is None or boxes is None:
+        return
+    joined = image.augment.joined
+    # the longest row of boxes; of a source it is not known
+    most = (sum(boxes.shape) - HEAD_NUMBERS) // BOX_NUMBERS
+    for loss in losses:
+        if loss.rule.has_grid:
+            yield from size_problems(loss, images[0].size)
+        # of images as they are, objects beyond the queries have no query, as in DETR
+        if joined > 1 and 0 < loss.num_queries < joined * most:
+            yield (
+                f"data.image.augment.mosaic and mixup put {joined} images of up to {most} objects together, but loss "
+                f"{loss.name} has {loss.num_queries} queries for them; leave one of the two or both out"
+            )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

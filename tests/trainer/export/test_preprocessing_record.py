@@ -93,6 +93,8 @@ IMAGES: dict[str, dict[str, Any]] = {
     "as torchvision": {},
     "stretched, to -1..1": {"resize": "stretch", "mean": [0.5] * 3, "std": [0.5] * 3},
     "with borders, BGR, 0..255": {"resize": "pad", "color": "bgr", "scale": 1.0, "mean": [104.0] * 3, "std": [1.0] * 3},
+    "grey borders": {"resize": "pad_grey"},
+    "in the corner, of the colour of the mean": {"resize": "corner_mean", "color": "bgr"},
     "all of the centre, bicubic": {"crop_ratio": 1.0, "interpolation": "bicubic", "cache": "encoded"},
     "without antialias": {"interpolation": "bicubic_aliased"},
 }

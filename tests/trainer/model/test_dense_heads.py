@@ -17,6 +17,7 @@ from torch import Tensor
 from onward.trainer.config.losses import LossConfig, setting_problems
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.schema.anchor_matches import count_matches
+from onward.trainer.data.schema.detection_grids import grids_of, size_problems
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses.dense_heads.anchor_ratio import balance
 from onward.trainer.model.losses.dense_heads.assigned import DividedLoss
@@ -392,6 +393,38 @@ def test_what_does_not_fit_is_named() -> None:
         computed("yolox", outputs, own_labels)
 
 
+SSD300 = (8.0, 16.0, 32.0, 64.0, 100.0, 300.0)
+
+
+def test_boxes_have_the_size_of_an_image_that_the_first_stride_does_not_divide() -> None:
+    sides = tuple(((0.9 * stride, 1.1 * stride),) for stride in SSD300)
+    levels = grids_of((300, 300), SSD300)
+    assert [height for height, _ in levels] == [38, 19, 10, 5, 3, 1], "as torchvision's SSD300 has them"
+    outputs = [torch.zeros(1, channels, *cells) for cells in levels for channels in (4, CLASSES + 1)]
+    loss = config("ssd", len(outputs), strides=SSD300, anchors=sides)
+    outputs[-1][:, 1] = 9.0
+    (found,) = dense_detections(outputs, loss)
+    # the only cell of the last level is the image: its anchor lies in the middle, 0.9 and 1.1 times as long
+    torch.testing.assert_close(found[0, 2:], torch.tensor([0.05, -0.05, 0.95, 1.05]))
+    _, corners, _ = FAMILIES["ssd"].head(outputs, loss).objects(labels_of([[(0, 0.1, 0.2, 0.5, 1.0, 0)]]))
+    torch.testing.assert_close(corners[0, 0], torch.tensor([30.0, 60.0, 150.0, 300.0]))
+    by_level = config("yolov5", 1, strides=SSD300, anchors=sides)
+    matched = count_matches(labels_of([[(0, 0.1, 0.2, 0.481, 0.6, 0)]]), 1, by_level, (300, 300))
+    # 114.3 pixels wide, which is less than 4 times as long as 28.8; of 304 pixels it would be more
+    assert (matched > 0).tolist() == [True, False, False, True, True, True, True]
+
+
+def test_sizes_of_images_with_which_no_grid_ends_are_refused_with_sizes_that_work() -> None:
+    (problem,) = size_problems(config("yolox", 1), (320, 300))
+    assert "ends with the 300 pixels of an image, so that boxes would be 1.3% too large" in problem
+    assert problem.endswith("multiples of 8, such as 296 or 304")
+    shares = tuple(300 / cells for cells in (38, 19, 10, 5, 3, 1))
+    for strides in (SSD300, shares, (7.5,)):
+        assert list(size_problems(config("yolox", 1, strides=strides), (300, 300))) == []
+    both = config("yolox", 1, strides=(8.0, 16.0))
+    assert [len(list(size_problems(both, (side, side)))) for side in (303, 304)] == [2, 0]
+
+
 def test_outputs_in_another_order_and_strides_of_other_grids_are_refused() -> None:
     boxes, scores = raw_outputs("yolov8")[:2]
     with pytest.raises(
@@ -399,7 +432,7 @@ def test_outputs_in_another_order_and_strides_of_other_grids_are_refused() -> No
     ):
         computed("yolov8", [scores, boxes], labels(), strides=(8.0,))
     outputs = raw_outputs("yolov8")
-    with pytest.raises(ConfigError, match=r"a level of 2 x 2 cells is no grid of an input of 256 x 256 pixels"):
+    with pytest.raises(ConfigError, match=r"a level of 8 x 8 cells is no grid of an input of 16 x 16 pixels"):
         computed("yolov8", [*outputs[:2], *outputs[4:]], labels(), strides=(32.0, 8.0))
 
 

@@ -56,7 +56,8 @@ def test_the_losses_of_a_set_are_proposed_with_their_reasons(classes: int, score
     # as many scores as classes leave none for no object
     assert {loss.scores for loss in config.losses} == {scores}
     assert config.data.image is not None
-    assert (config.data.image.boxes, config.data.image.resize) == ("../annotations.json", "stretch")
+    resize = "corner_mean" if scores == "softmax" else "stretch"
+    assert (config.data.image.boxes, config.data.image.resize) == ("../annotations.json", resize)
     assert (config.data.label, config.data.bad_rows) == ("boxes", "fail")
     assert [metric.name for metric in config.metrics] == ["map", "map_50"]
     text = (tmp_path / "new.toml").read_text()

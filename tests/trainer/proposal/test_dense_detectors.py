@@ -71,14 +71,20 @@ def test_a_file_that_decodes_its_boxes_otherwise_is_refused_with_its_last_layers
         onward.init(tmp_path / "model.onnx", tmp_path / "images", {}, output=tmp_path / "new.toml", steps=0)
 
 
-def test_init_proposes_the_pixels_of_the_family(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "resize"),
+    [("yolov8", "pad_grey"), ("yolox", "corner_grey"), ("retinanet", "corner_mean"), ("ssd", "stretch")],
+)
+def test_init_proposes_the_pixels_of_the_family(family: str, resize: str, tmp_path: Path) -> None:
     annotate(tmp_path, pictures(tmp_path))
-    onnx.save(detector_file("yolov8"), tmp_path / "model.onnx")
+    onnx.save(detector_file(family), tmp_path / "model.onnx")
     onward.init(tmp_path / "model.onnx", tmp_path / "images", {}, output=tmp_path / "new.toml", steps=0)
     config = load_config(tmp_path / "new.toml")
     assert config.data.image is not None
-    assert (config.data.image.resize, config.data.image.mean, config.data.image.std) == ("pad", (0,) * 3, (1,) * 3)
-    assert [loss.name for loss in config.losses] == ["yolov8"]
+    assert config.data.image.resize == resize
+    if "grey" in resize:
+        assert (config.data.image.mean, config.data.image.std) == ((0,) * 3, (1,) * 3)
+    assert [loss.name for loss in config.losses] == [family]
 
 
 def test_init_proposes_the_loss_with_reasons(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ GREY_MEAN = (0.449,)
 GREY_STD = (0.226,)
 """The means of those over the three channels."""
 
+GREY = 114
+"""Of the borders with which detectors of the YOLO family are trained."""
+
 Resampling = Literal["nearest", "bilinear", "bicubic", "lanczos", "box"]
 
 
@@ -49,9 +52,12 @@ class AugmentConfig(Section):
     of the colour circle); 0.4 is usual. Grey images keep hue and saturation, which they lack."""
     erasing: Fraction = 0.0
     """Probability that a random rectangle is set to the mean colour; 0.25 is usual."""
+    mosaic: Fraction = 0.0
+    """With `boxes`: probability that the image is a part, of its size, of four images in a square, which is cut out at
+    random, or by `random_resized_crop`; 1 is usual. It is made before all other changes."""
     mixup: NonNegativeFloat = 0.0
     """Alpha of MixUp: an image and its label are mixed with those of another sample; 0.2 is usual. 0 = none. With
-    `cutmix` too, one of the two is drawn."""
+    `cutmix` too, one of the two is drawn. With `boxes` both images keep theirs, and 32 is usual."""
     cutmix: NonNegativeFloat = 0.0
     """Alpha of CutMix: a random rectangle is taken from another sample; 1.0 is usual. 0 = none."""
 
@@ -61,8 +67,13 @@ class AugmentConfig(Section):
         return self.flip if isinstance(self.flip, tuple) else (self.flip, 0.0)
 
     @property
+    def joined(self) -> int:
+        """The most images whose boxes are those of one sample."""
+        return (4 if self.mosaic else 1) << (self.mixup > 0)
+
+    @property
     def mixes(self) -> bool:
-        """Whether samples are mixed, which makes labels probabilities."""
+        """Whether pairs of samples are mixed, which makes labels that are classes probabilities."""
         return self.mixup > 0 or self.cutmix > 0
 
 
@@ -80,9 +91,11 @@ class ImageConfig(Section):
     the table, or Hugging Face's `{bytes, path}`."""
     size: Length | tuple[Length, Length] | None = None
     """Height and width in pixels, or one number for both; unset = those of the model's input."""
-    resize: Literal["crop", "stretch", "pad"] = "crop"
+    resize: Literal["crop", "stretch", "pad", "pad_grey", "corner_grey", "corner_mean"] = "crop"
     """`crop`: resize the shorter side, then take the centre; `stretch`: resize to `size` without regard to the aspect
-    ratio; `pad`: resize the longer side and add black borders, which masks do not count."""
+    ratio. Others resize the longer side and add borders, which masks do not count: `pad` black ones around the image,
+    `pad_grey` ones of 114 (YOLOv5 to YOLO11); beside and below it, `corner_grey` ones of 114 (YOLOX), `corner_mean`
+    ones of the colour `mean` (DETR; RetinaNet and FCOS of torchvision)."""
     crop_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.875
     """`resize = "crop"`: `size` as a share of the resized shorter side; 0.875 is 224 of 256. 1 cuts off the least."""
     interpolation: Literal[Resampling, "bilinear_aliased", "bicubic_aliased"] = "bilinear"
@@ -123,6 +136,26 @@ class ImageConfig(Section):
     for bit. `auto` = decoded, except with `random_resized_crop`, which needs the whole image."""
     workers: NonNegativeInt = 0
     """Threads in each rank that decode and augment the next batches; 0 = as many as the rank has cores."""
+
+    @property
+    def fit(self) -> Literal["crop", "stretch", "pad"]:
+        """How images are brought to `size`, with borders of whatever colour and place."""
+        return self.resize if self.resize == "crop" or self.resize == "stretch" else "pad"
+
+    @property
+    def is_in_corner(self) -> bool:
+        """Whether all borders are beside and below the image."""
+        return self.resize.startswith("corner")
+
+    def means(self, channels: int) -> tuple[float, ...]:
+        """Return `mean`, or what it is where it is empty."""
+        return self.mean or (RGB_MEAN if channels == 3 else GREY_MEAN)
+
+    def border_color(self, channels: int) -> tuple[int, ...]:
+        """Return the colour of borders, 0..255, in the order red, green, blue."""
+        if self.resize == "corner_mean":
+            return tuple(min(max(round(mean / self.scale), 0), 255) for mean in self.means(channels))
+        return (0 if self.resize == "pad" else GREY,) * channels
 
     @property
     def resampling(self) -> Resampling:
@@ -168,6 +201,8 @@ class ImageConfig(Section):
                 f"cache 'decoded' keeps {self.resize!r} of each image only, but augment.random_resized_crop "
                 f"{self.augment.random_resized_crop:g} crops the whole one; use 'encoded'"
             )
+        if self.augment.mosaic and not self.boxes:
+            raise ValueError("augment.mosaic puts images with boxes together; set data.image.boxes, or leave it out")
         if len(self.mean) != len(self.std):
             raise ValueError(f"mean has {len(self.mean)} values and std {len(self.std)}; set both, one a channel")
         return self

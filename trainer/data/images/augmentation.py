@@ -77,6 +77,8 @@ class Augmentation:
         borders = {tv_tensors.Mask: ignore_index, "others": 0}
         # the order decides what is drawn from the generator of a sample, and so the results of a seed
         self.before = _resized_crop(config, size)
+        # what is cut out of a mosaic comes before all of `before`
+        self._of_mosaic = [] if self.before else [v2.RandomCrop(size)]
         if augment.crop_padding:
             self.before.append(v2.RandomCrop(size, augment.crop_padding, fill=borders))
         from_left, from_top = augment.flips
@@ -91,7 +93,13 @@ class Augmentation:
         self.after = [v2.RandomErasing(augment.erasing)] if augment.erasing else []
 
     def change_image(
-        self, image: Image, masks: Sequence[Array], boxes: Sequence[Array], generator: torch.Generator
+        self,
+        image: Image,
+        masks: Sequence[Array],
+        boxes: Sequence[Array],
+        generator: torch.Generator,
+        *,
+        is_mosaic: bool = False,
     ) -> tuple[Image, list[Array], list[Array]]:
         """Return an image, its masks, each class numbers [height, width], and its boxes after the changes `before`.
 
@@ -107,7 +115,7 @@ class Augmentation:
         ]
         given: Any = (image, *(tv_tensors.Mask(torch.from_numpy(mask.copy())) for mask in masks), *corners)
         with OwnGenerator(generator):
-            for step in self.before:
+            for step in (*(self._of_mosaic if is_mosaic else ()), *self.before):
                 # of one image a transform returns one, of several a tuple
                 given = step(*given)
                 given = given if isinstance(given, tuple) else (given,)
@@ -124,6 +132,19 @@ class Augmentation:
             for step in self.after:
                 pixels = step(pixels)
         return pixels
+
+
+def mosaic(images: Sequence[Array], boxes: Sequence[Sequence[Array]], size: Size) -> tuple[Array, list[Array]]:
+    """Return four images [height, width, channels] in a square, and the boxes of each column, [n, 6], in its pixels.
+
+    boxes: of each image, of each column; they are moved in place. size: of one image.
+    """
+    square = np.concatenate([np.concatenate(images[:2], 1), np.concatenate(images[2:], 1)])
+    for place, of_image in enumerate(boxes):
+        row, column = divmod(place, 2)
+        for each in of_image:
+            each[:, 1:5] += np.tile([column * size[1], row * size[0]], 2)
+    return square, [np.concatenate(of_column) for of_column in zip(*boxes, strict=True)]
 
 
 def _left(before: Array, after: Array) -> Array:

@@ -1,9 +1,9 @@
 """Bring images and masks to the size of the model: the shorter side and a centre crop, stretched, or with borders.
 
-    crop       +--------+        stretch   +--------+       pad      ........
-               |  |//|  |                  |////////|                |//////|
-               |  |//|  |                  |////////|                |//////|
-               +--------+                  +--------+                ........
+    crop       +--------+        stretch   +--------+       pad      ........       corner   |//////|
+               |  |//|  |                  |////////|                |//////|                |//////|
+               |  |//|  |                  |////////|                |//////|                ........
+               +--------+                  +--------+                ........                ........
 
 The pixels are those of torchvision's `Resize`, `CenterCrop` and `Pad`, computed by Pillow alone, because torch takes
 seconds to import. Masks take the nearest pixel, as torchvision does for `tv_tensors.Mask`.
@@ -28,6 +28,8 @@ Size = tuple[int, int]
 
 def fitted_image(image: Image, size: Size, config: ImageConfig) -> Image:
     """Return an image of `size`, as [data.image] says. Raises ValueError for one that is too long and thin."""
+    from PIL import Image
+
     resized, (top, left) = resized_size((image.height, image.width), size, config)
     # Pillow resizes the columns first, and then the rows of what that gives
     if (taken := 4 * resized[1] * max(resized[0], image.height)) > IMAGE_BYTES.most:
@@ -37,8 +39,9 @@ def fitted_image(image: Image, size: Size, config: ImageConfig) -> Image:
     height, width = size
     if (top, left, *resized) == (0, 0, height, width):
         return image
-    # outside of the image Pillow crops zeros: black borders
-    return image.crop((left, top, left + width, top + height))
+    fitted = Image.new(image.mode, (width, height), config.border_color(len(image.getbands())))
+    fitted.paste(image, (-left, -top))
+    return fitted
 
 
 def resized_image(image: Image, size: Size, config: ImageConfig) -> Image:
@@ -77,7 +80,7 @@ def resized_size(old: Size, size: Size, config: ImageConfig) -> tuple[Size, tupl
     (height, width), (rows, columns) = old, size
     if config.resize == "stretch":
         return size, (0, 0)
-    if config.resize == "pad":
+    if config.fit == "pad":
         # the side that would reach beyond decides; the other one gets borders
         factor = min(rows / height, columns / width)
         resized = max(1, min(rows, round(height * factor))), max(1, min(columns, round(width * factor)))
@@ -89,6 +92,8 @@ def resized_size(old: Size, size: Size, config: ImageConfig) -> tuple[Size, tupl
         # the side that would be too short decides; the other one is cropped
         factor = max(rows / height, columns / width) / config.crop_ratio
         resized = max(rows, round(height * factor)), max(columns, round(width * factor))
+    if config.is_in_corner:
+        return resized, (0, 0)
     offsets: Any = [round((had - has) / 2.0) for had, has in zip(resized, size, strict=True)]
     return resized, (offsets[0], offsets[1])
 

@@ -1,16 +1,19 @@
 """Make the tensors of a micro-batch from stored images: decode, augment, normalise, mix.
 
     stored            in threads, one sample each                  of all samples together
-    bytes or pixels   decode, resize; random crop, flip, colour    float, mean, std; erasing; MixUp with p XOR 1
+    bytes or pixels   decode, resize; mosaic;                      float, mean, std; erasing; MixUp with p XOR 1
+                      random crop, flip, colour
 
     position p of the stream     0   1   2   3   4   5            MixUp and CutMix: partners are those of
     mixed with                   1   0   3   2   5   4            consecutive positions, in other micro-batches too
+    in a mosaic with             three of the NEIGHBOURS positions of its block, drawn by hashes of p
 
 Evaluation has no positions, and is never augmented.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
-from onward.trainer.data.images.augmentation import Augmentation, Mixing, seeds
+from onward.trainer.data.images.augmentation import Augmentation, Mixing, mosaic, seeds
 from onward.trainer.data.images.box_columns import fitted_boxes, in_shares
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.data.images.image_computer import pixels_of
@@ -29,17 +32,23 @@ from onward.trainer.data.images.image_threads import in_threads, room_for
 from onward.trainer.data.schema.batch_transforms import Samples
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, HEAD_NUMBERS
 from onward.trainer.data.schema.columns import Array, Values
+from onward.trainer.data.schema.permutation import hash_key, keyed_hash
 from onward.trainer.errors import DataError
 
-Sample: TypeAlias = tuple[str, Mapping[str, Any], torch.Generator | None]
-"""Column, its cells and those of its masks, and the draws of its augmentation."""
+NEIGHBOURS = 64
+"""Positions of which a mosaic takes images: near in the stream, because large data is read in its order."""
+
+Cells: TypeAlias = Mapping[str, Any]
+"""The cells of an image and of its masks and boxes, by column."""
+Sample: TypeAlias = tuple[str, Sequence[Cells], torch.Generator | None]
+"""Column, the cells of its image, or of the four of a mosaic, and the draws of its augmentation."""
 
 
 class ImageBatches:
     """A BatchTransform: the tensors of image columns, and the class numbers of masks.
 
     masks, boxes: those of the first image, whose geometry they go through; of boxes the columns. mixed: with MixUp or
-    CutMix, the labels.
+    CutMix, the labels, which may be boxes.
     """
 
     def __init__(
@@ -64,20 +73,51 @@ class ImageBatches:
 
     def __call__(self, values: Mapping[str, Values], samples: Samples) -> dict[str, Values]:
         """Return the columns, with float32 [B, ...] for images and int64 [B, height, width] for masks."""
-        if samples.positions is not None and self._mixed is not None:
-            return self._mix(values, samples)
-        is_augmented = self._config.augment != AugmentConfig()
-        return {**values, **self._computed(values, samples.positions if is_augmented else None)}
+        own = positions = samples.positions
+        if own is None or positions is None or self._config.augment == AugmentConfig():
+            each_alone = np.arange(len(samples.rows))[:, None]
+            return {**values, **self._computed(values, each_alone, None)}
+        if self._mixed:
+            # position p has the partner p XOR 1: both have the same p >> 1
+            pairs = np.unique(positions >> 1)
+            positions = np.stack([2 * pairs, 2 * pairs + 1], axis=1).ravel()
+        tiles = self._tiles(positions)
+        read = self._read(values, samples, np.unique(tiles))
+        computed = self._computed(read, tiles, positions)
+        if not self._mixed:
+            return {**values, **computed}
+        self._mix(computed, [read[self._mixed.column][position] for position in positions], pairs)
+        # `positions` is sorted and has both samples of each pair; the micro-batch takes its own ones, in its order
+        chosen = np.searchsorted(positions, own)
+        return {**values, **{name: _taken(rows, chosen) for name, rows in computed.items()}}
 
-    def _computed(self, values: Mapping[str, Values], positions: Array | None) -> dict[str, Array]:
-        """Return the tensors of image columns and masks, not mixed."""
+    def _tiles(self, positions: Array) -> Array:
+        """Return the positions whose images make the image of each position, itself first: int64 [n, 1 or 4].
+
+        Where no mosaic is drawn, all four are the position itself.
+        """
+        if not self._config.augment.mosaic:
+            return positions[:, None]
+        hashes = [keyed_hash(positions, hash_key("mosaic", tile, self._seed)) for tile in range(4)]
+        drawn = hashes[0].astype(np.float64) < self._config.augment.mosaic * 2.0**64
+        block = positions - positions % NEIGHBOURS
+        others = [np.where(drawn, block + (each % NEIGHBOURS).astype(np.int64), positions) for each in hashes[1:]]
+        return np.stack([positions, *others], 1)
+
+    def _computed(self, values: Mapping[str, Any], tiles: Array, positions: Array | None) -> dict[str, Any]:
+        """Return the tensors of image columns, masks and boxes, not mixed.
+
+        tiles: the keys in each column of the cells that make a sample, int64 [n, 1 or 4], see `_tiles`. positions: [n],
+        None without augmentation.
+        """
         if positions is not None and not self._augmentations:
             borders = (each.ignore_index for each in self._masks.values())
             self._augmentations = {
                 name: Augmentation(self._config, info.size, next(borders, -100)) for name, info in self._images.items()
             }
-        count = len(next(iter(values.values())))
-        drawn = [None] * count if positions is None else seeds(positions, seed=self._seed, purpose="image augmentation")
+        drawn: Sequence[int | None] = [None] * len(tiles)
+        if positions is not None:
+            drawn = seeds(positions, seed=self._seed, purpose="image augmentation")
         results: dict[str, Any] = {}
         for place, (name, info) in enumerate(self._images.items()):
             # masks and boxes have the size of the first image
@@ -85,11 +125,12 @@ class ImageBatches:
             boxes = list(self._boxes) if place == 0 else []
             # a new generator for each image: several images of a sample are augmented alike
             generators = [None if seed is None else torch.Generator().manual_seed(seed) for seed in drawn]
-            rows = [
-                (name, {column: values[column][at] for column in (name, *masks, *boxes)}, generator)
-                for at, generator in enumerate(generators)
-            ]
-            made = in_threads(self._sample_in_turn, rows, self._workers)
+            samples: list[Sample] = []
+            for of_sample, generator in zip(tiles, generators, strict=True):
+                own = of_sample if (of_sample != of_sample[0]).any() else of_sample[:1]
+                cells = [{column: values[column][at] for column in (name, *masks, *boxes)} for at in own]
+                samples.append((name, cells, generator))
+            made = in_threads(self._sample_in_turn, samples, self._workers)
             results[name] = self._tensor(np.stack([pixels for pixels, _, _ in made]), info, generators).numpy()
             for number, column in enumerate(masks):
                 results[column] = np.stack([found[number] for _, found, _ in made]).astype(np.int64)
@@ -101,50 +142,52 @@ class ImageBatches:
     def _workers(self) -> int:
         return self._config.workers or torch.get_num_threads()
 
-    def _sample_in_turn(
-        self, given: tuple[str, Mapping[str, Any], torch.Generator | None]
-    ) -> tuple[Array, list[Array], list[Array]]:
+    def _sample_in_turn(self, given: Sample) -> tuple[Array, list[Array], list[Array]]:
+        contents = itertools.chain.from_iterable(cells.values() for cells in given[1])
         # pixels are decoded already, and take no more memory
-        with room_for(() if self._config.stores_pixels else given[1].values()):
+        with room_for(() if self._config.stores_pixels else contents):
             return self._sample(given)
 
     def _sample(self, given: Sample) -> tuple[Array, list[Array], list[Array]]:
         """Return the pixels, uint8 [height, width, channels], the masks and the boxes of one sample."""
-        name, cells, generator = given
+        name, tiles, generator = given
+        is_mosaic = len(tiles) > 1
+        # random_resized_crop takes the whole image, but of a mosaic
+        is_whole = generator is not None and self._config.augment.random_resized_crop > 0 and not is_mosaic
+        read = [self._decoded(name, cells, is_whole=is_whole) for cells in tiles]
+        image, masks, boxes = read[0]
+        if is_mosaic:
+            pixels = [pixels_of(each[0]) for each in read]
+            image, boxes = mosaic(pixels, [each[2] for each in read], self._images[name].size)
+        if generator is not None and (is_mosaic or self._augmentations[name].before):
+            image = image_of(image) if isinstance(image, np.ndarray) else image
+            augmentation = self._augmentations[name]
+            image, masks, boxes = augmentation.change_image(image, masks, boxes, generator, is_mosaic=is_mosaic)
+        return pixels_of(image), masks, boxes
+
+    def _decoded(self, name: str, cells: Cells, *, is_whole: bool) -> tuple[Any, list[Array], list[Array]]:
+        """Return the image, of Pillow or as pixels, its masks and boxes: of the size of the model, or the whole one."""
         info = self._images[name]
         config = self._config
         labels = [self._masks[column] for column in cells if column in self._masks]
-        is_cropped = generator is not None and config.augment.random_resized_crop > 0
-        # random_resized_crop takes the whole image
         boxes = []
         for row in (cells[each] for each in self._boxes if each in cells):
-            boxes.append(_whole(row) if is_cropped else fitted_boxes(row, info.size, config))
-        masks = [cells[each.column] for each in labels]
+            boxes.append(_whole(row) if is_whole else fitted_boxes(row, info.size, config))
         if config.stores_pixels:
             # stored pixels have the size of the model already
-            if generator is None or not self._augmentations[name].before:
-                return cells[name], masks, boxes
-            image = image_of(cells[name])
-        else:
-            try:
-                image = decode_image(cells[name], grey=info.channels == 1)
-                masks = [
-                    decode_mask(content, config.mask_values, each.ignore_index)
-                    for content, each in zip(masks, labels, strict=True)
-                ]
-            except ValueError as error:
-                raise DataError(
-                    f"column {name!r} of the shards {error}; delete them: the next run writes new ones"
-                ) from error
-            if not is_cropped:
-                image = fitted_image(image, info.size, config)
-                masks = [
-                    fitted_mask(mask, info.size, config, each.ignore_index)
-                    for mask, each in zip(masks, labels, strict=True)
-                ]
-        if generator is not None:
-            image, masks, boxes = self._augmentations[name].change_image(image, masks, boxes, generator)
-        return pixels_of(image), masks, boxes
+            return cells[name], [cells[each.column] for each in labels], boxes
+        try:
+            image = decode_image(cells[name], grey=info.channels == 1)
+            masks = [decode_mask(cells[each.column], config.mask_values, each.ignore_index) for each in labels]
+        except ValueError as error:
+            raise DataError(
+                f"column {name!r} of the shards {error}; delete them: the next run writes new ones"
+            ) from error
+        if not is_whole:
+            image = fitted_image(image, info.size, config)
+            pairs = zip(masks, labels, strict=True)
+            masks = [fitted_mask(mask, info.size, config, each.ignore_index) for mask, each in pairs]
+        return image, masks, boxes
 
     def _tensor(self, pixels: Array, info: ImageInput, generators: Sequence[torch.Generator | None]) -> Tensor:
         """Return what the model takes of pixels uint8 [B, height, width, channels]."""
@@ -164,54 +207,52 @@ class ImageBatches:
             tensor = tensor.flip(1)
         return tensor.permute(0, 2, 3, 1).contiguous() if info.nhwc else tensor
 
-    def _mix(self, values: Mapping[str, Values], samples: Samples) -> dict[str, Values]:
-        """Return the columns, each sample mixed with its partner, and the labels as probabilities [B, C]."""
-        assert samples.positions is not None
+    def _mix(self, computed: dict[str, Any], given: Sequence[Any], pairs: Array) -> None:
+        """Mix the samples of each pair, which follow each other in the columns, and their labels: classes as
+        probabilities [n, C]; of boxes each sample gets those of both.
+
+        given: the labels as they are stored. pairs: int64 [n / 2].
+        """
         assert self._mixed is not None
-        names = list(self._images)
         label = self._mixed.column
         num_classes = self._mixed.num_classes
         self._mixing = self._mixing or Mixing(self._config.augment, num_classes)
-        # position p has the partner p XOR 1: both have the same p >> 1
-        pairs = np.unique(samples.positions >> 1)
-        positions = np.stack([2 * pairs, 2 * pairs + 1], axis=1).ravel()
-        read = self._read(values, samples, positions, (*names, label))
-        labels = torch.from_numpy(np.asarray(read[label]).astype(np.int64))
+        has_boxes = label in self._boxes
+        labels = torch.arange(2 * len(pairs)) % 2 if has_boxes else torch.tensor(np.stack(given).astype(np.int64))
         # also the ignored label: probabilities have no class for it
         if ((labels < 0) | (labels >= num_classes)).any():
             raise DataError(
                 f"label {labels[(labels < 0) | (labels >= num_classes)][0]} in column {label!r} cannot be mixed: the "
                 f"classes are 0..{num_classes - 1}; leave such rows out, or MixUp and CutMix"
             )
-        computed = self._computed({name: read[name] for name in names}, positions)
         # views of `computed`, whose samples are replaced by mixed ones
         images = [_channels_first(torch.from_numpy(computed[name]), info) for name, info in self._images.items()]
-        soft = torch.empty(len(positions), num_classes)
+        soft = torch.empty(len(labels), num_classes)
         for number, seed in enumerate(seeds(pairs, seed=self._seed, purpose="image mixing")):
             pair = slice(2 * number, 2 * number + 2)
             mixed, soft[pair] = self._mixing([each[pair].contiguous() for each in images], labels[pair], seed)
             for each, found in zip(images, mixed, strict=True):
                 each[pair] = found
-        # `positions` is sorted and has both samples of each pair; the micro-batch takes its own ones, in its order
-        chosen = np.searchsorted(positions, samples.positions)
-        return {**values, **{name: computed[name][chosen] for name in names}, label: soft.numpy()[chosen]}
+        if has_boxes:
+            boxes = computed[label]
+            computed[label] = [np.concatenate([boxes[at], boxes[at ^ 1]]) for at in range(len(boxes))]
+        else:
+            computed[label] = soft.numpy()
 
     @staticmethod
-    def _read(values: Mapping[str, Values], samples: Samples, positions: Array, names: Sequence[str]) -> dict[str, Any]:
-        """Return columns at `positions`, int64 [n]: those of the micro-batch, and others of the stream."""
+    def _read(values: Mapping[str, Values], samples: Samples, positions: Array) -> dict[str, dict[int, Any]]:
+        """Return position -> cell of each stored column, for the micro-batch and for `positions`, int64 [n]."""
         assert samples.positions is not None
-        assert samples.read is not None
-        # partners that are in another micro-batch, or on another replica, are read as well
+        # what is in another micro-batch, or on another replica, is read as well
         others = np.setdiff1d(positions, samples.positions)
-        more = samples.read(others) if len(others) else {}
-        known = np.concatenate([samples.positions, others])
-        order = np.argsort(known, kind="stable")
-        places = order[np.searchsorted(known[order], positions)]
-        columns = {}
-        for name in names:
-            parts = [np.asarray(part[name]) for part in (values, more) if name in part]
-            columns[name] = np.concatenate(parts)[places]
-        return columns
+        more = samples.read(others) if samples.read and len(others) else {}
+        known = [*samples.positions, *others]
+        return {name: dict(zip(known, [*own, *more.get(name, ())], strict=False)) for name, own in values.items()}
+
+
+def _taken(rows: Any, chosen: Array) -> Values:
+    """Return rows in another order, of an array or a list of arrays."""
+    return rows[chosen] if isinstance(rows, np.ndarray) else [rows[at] for at in chosen]
 
 
 def _whole(row: Array) -> Array:

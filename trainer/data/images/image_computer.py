@@ -44,6 +44,8 @@ class ImageComputer:
         """The stored columns, as soon as `describe` has seen that the content is images."""
         settings = config.model_dump(include={"resize", "crop_ratio"})
         settings |= {"interpolation": config.resampling, "antialias": config.antialias}
+        if config.resize == "corner_mean":
+            settings["border"] = [config.border_color(each.channels) for each in images]
         shapes = {name: each.pixel_shape for name, each in self._images.items()}
         stored = [settings, shapes] if config.stores_pixels else [list(shapes)]
         labels = [[each.column, each.ignore_index, list(config.mask_values), each.num_classes] for each in masks]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from onward.trainer.config.loss_rules import DENSE_LOSSES
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.config.sections.images import GREY_MEAN, GREY_STD, RGB_MEAN, RGB_STD, ImageConfig
+from onward.trainer.config.sections.images import GREY_STD, RGB_STD, ImageConfig
 from onward.trainer.data.images.geometry import Size
 from onward.trainer.data.schema.class_axis import find_class_axis
 from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo
@@ -131,7 +131,7 @@ def _image_input(info: TensorInfo, column: str, config: ImageConfig) -> ImageInp
             f"input {info.name} takes {info.dtype}, which are pixels 0..255 as they are; leave out data.image.scale, "
             "mean and std"
         )
-    mean = config.mean or (RGB_MEAN if channels == 3 else GREY_MEAN)
+    mean = config.means(channels)
     std = config.std
     std = std or (RGB_STD if channels == 3 else GREY_STD)
     if len(mean) != channels:
@@ -223,14 +223,15 @@ def masks(data: DataConfig, losses: Sequence[LossConfig], signature: Signature) 
     found = dict[str, Mask]()
     problems = list[str]()
     # pixels of a mask that are outside of its image have no class
-    has_borders = image.resize == "pad" or image.augment.crop_padding > 0
+    has_borders = image.fit == "pad" or image.augment.crop_padding > 0
     for loss in losses:
         for name in set(loss.columns) & set(image.mask_columns):
             found[name] = Mask(name, images[0].size, loss.ignored, _num_classes(loss, signature, images[0].size))
             if has_borders and not loss.has_classes:
                 problems.append(
-                    f"loss {loss.name} ignores no targets, but data.image.resize 'pad' and augment.crop_padding add "
-                    f"borders to the masks in column {name!r}; use another resize and random_resized_crop"
+                    f"loss {loss.name} ignores no targets, but data.image.resize {image.resize!r} and "
+                    f"augment.crop_padding add borders to the masks in column {name!r}; use another resize and "
+                    "random_resized_crop"
                 )
             # masks are stored in 16 bits
             if abs(loss.ignored) > 32767:
@@ -285,11 +286,13 @@ def box_column(data: DataConfig, losses: Sequence[LossConfig]) -> str:
         problems.append(
             "data.image.resize 'crop' cuts off objects; set 'pad', which keeps the aspect ratio, or 'stretch'"
         )
-    if image.augment.rand_augment or image.augment.mixes:
+    if image.augment.rand_augment or image.augment.cutmix:
         problems.append(
-            "data.image.augment.rand_augment, mixup and cutmix cannot change boxes with their images; use "
+            "data.image.augment.rand_augment and cutmix cannot change boxes with their images; use mosaic, mixup, "
             "random_resized_crop, flip and color_jitter"
         )
+    if image.mask_columns and (image.augment.mosaic or image.augment.mixup):
+        problems.append("data.image.augment.mosaic and mixup cannot change masks with their images and boxes")
     if problems:
         raise ConfigError(problems)
     return name
@@ -301,6 +304,7 @@ class MixedLabels:
 
     column: str
     num_classes: int
+    """2 for boxes: the images that they are from."""
 
 
 def mixed_labels(data: DataConfig, losses: Sequence[LossConfig], signature: Signature) -> MixedLabels | None:
@@ -308,8 +312,18 @@ def mixed_labels(data: DataConfig, losses: Sequence[LossConfig], signature: Sign
     image = data.image
     if image is None or not image.augment.mixes:
         return None
-    what = "data.image.augment.mixup and cutmix make labels probabilities of classes"
+    inputs = image_inputs(data, signature)
     problems = []
+    if integers := [each.name for each in inputs if each.takes_integers]:
+        problems.append(
+            f"data.image.augment.mixup and cutmix mix floating-point numbers, but input {', '.join(integers)} takes "
+            "integers, which have no mean of two"
+        )
+    if image.box_column:
+        if problems:
+            raise ConfigError(problems)
+        return MixedLabels(image.box_column, 2)
+    what = "data.image.augment.mixup and cutmix make labels probabilities of classes"
     # one list for all losses: exactly one, which takes probabilities, is allowed
     takes_them = [loss.has_class_axis and "soft_labels" in loss.rule.takes for loss in losses]
     if takes_them != [True]:
@@ -319,12 +333,6 @@ def mixed_labels(data: DataConfig, losses: Sequence[LossConfig], signature: Sign
     if not losses:
         raise ConfigError(problems)
     loss = losses[0]
-    inputs = image_inputs(data, signature)
-    if integers := [each.name for each in inputs if each.takes_integers]:
-        problems.append(
-            f"data.image.augment.mixup and cutmix mix floating-point numbers, but input {', '.join(integers)} takes "
-            "integers, which have no mean of two"
-        )
     if image.augment.cutmix and len({each.size for each in inputs}) > 1:
         sizes = ", ".join(f"{each.name} {each.size[0]} x {each.size[1]}" for each in inputs)
         problems.append(

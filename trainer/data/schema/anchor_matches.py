@@ -15,7 +15,6 @@ forward pass, as the numbers of targets of every other loss.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,14 +23,13 @@ from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED, NO_CLASS
+from onward.trainer.data.schema.detection_grids import Cells, grids_of, size_of
 from onward.trainer.errors import ConfigError
 
 LEAST_RATIO = 4.0
 """Of two sides, from which an anchor does not match."""
 SHIFTS = ((0, 0), (-1, 0), (0, -1), (1, 0), (0, 1))
 """From the cell of the centre to those that may match, x and y."""
-Cells = tuple[int, int]
-"""Height and width of a level, in cells."""
 
 
 class Matches(NamedTuple):
@@ -98,10 +96,8 @@ def count_matches(labels: Tensor | None, size: int, loss: LossConfig, image: Cel
     """
     if image is None or labels is None:
         raise ConfigError(f"loss {loss.name!r} reads boxes of images; feed the model's input with data.image")
-    # a convolution with a stride makes as many cells, also where it does not divide the image
-    levels = [(math.ceil(image[0] / stride), math.ceil(image[1] / stride)) for stride in loss.strides]
-    height, width = levels[0]
-    in_pixels = torch.tensor([width * loss.strides[0], height * loss.strides[0]])
-    _, corners, is_trained = objects_of(labels, in_pixels)
+    levels = grids_of(image, loss.strides)
+    height, width = size_of(levels, loss.strides)
+    _, corners, is_trained = objects_of(labels, torch.tensor([width, height]))
     counts = [matches.is_match.sum() for matches in anchor_matches(corners, is_trained, loss, levels)]
     return torch.stack([torch.tensor(size), *counts])

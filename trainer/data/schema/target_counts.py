@@ -13,8 +13,9 @@ from torch import Tensor
 
 from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.data.schema.anchor_matches import Cells, count_matches
+from onward.trainer.data.schema.anchor_matches import count_matches
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED
+from onward.trainer.data.schema.detection_grids import Cells
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.allowed_code import load_function
 

@@ -52,8 +52,10 @@ class _Fitting:
         height, width = (self._double(self._op("Gather", shape, self._integer(axis))) for axis in (1, 2))
         rows, columns = self._resized(height, width)
         x = self._double(self._op("Transpose", raw, perm=[0, 3, 1, 2]))
-        down = self._weights(height, rows, self._how.height)
-        across = self._op("Transpose", self._weights(width, columns, self._how.width), perm=[1, 0])
+        down, is_row = self._weights(height, rows, self._how.height)
+        across, is_column = (
+            self._op("Transpose", each, perm=[1, 0]) for each in self._weights(width, columns, self._how.width)
+        )
         # the order matters, because the result of the first product is rounded
         x = self._op(
             "If",
@@ -61,6 +63,9 @@ class _Fitting:
             then_branch=self._products(x, (down, None), (None, across)),
             else_branch=self._products(x, (None, across), (down, None)),
         )
+        if any(self._how.border_color):
+            color = np.array(self._how.border_color, np.float64).reshape(-1, 1, 1)
+            x = self._op("Where", self._op("And", is_row, is_column), x, self._stored(color))
         return self._op("Cast", x, to=TensorProto.FLOAT)
 
     def _rows_first(self, old: tuple[str, str], new: tuple[str, str]) -> str:
@@ -114,13 +119,16 @@ class _Fitting:
 
     # -- weights
 
-    def _weights(self, old: str, new: str, wanted: int) -> str:
-        """Return the weights [wanted, old], integers of 22 bits: of the centre `wanted` of `new` resized from `old`.
+    def _weights(self, old: str, new: str, wanted: int) -> tuple[str, str]:
+        """Return the weights [wanted, old], integers of 22 bits, of `wanted` of `new` resized from `old`: of the
+        centre, or from 0 on; and which rows are inside of `new` [wanted, 1].
 
-        Rows outside of `new` are 0: black borders.
+        Rows outside of it are 0: black borders.
         """
-        begin = self._op("Round", self._op("Mul", self._add(new, -float(wanted)), self._number(0.5)))
-        at = self._op("Add", begin, self._stored(np.arange(wanted, dtype=np.float64)[:, None]))
+        at = self._stored(np.arange(wanted, dtype=np.float64)[:, None])
+        if not self._how.is_in_corner:
+            begin = self._op("Round", self._op("Mul", self._add(new, -float(wanted)), self._number(0.5)))
+            at = self._op("Add", begin, at)
         inside = self._op(
             "And", self._op("Greater", at, self._number(-0.5)), self._op("Less", at, self._add(new, -0.5))
         )
@@ -128,7 +136,7 @@ class _Fitting:
         scale = self._op("Div", old, new)
         if self._how.interpolation == "nearest":
             chosen = self._op("Equal", self._integers(pixel), self._integers(self._nearest(at, new, scale)))
-            return self._op("Mul", self._double(self._op("And", chosen, inside)), self._number(PRECISION))
+            return self._op("Mul", self._double(self._op("And", chosen, inside)), self._number(PRECISION)), inside
         # of a smaller result a pixel averages over `stretched` times as many pixels
         stretched = self._op("Max", scale, self._number(1.0))
         reach = self._op("Mul", stretched, self._number(SUPPORT[self._how.interpolation]))
@@ -144,7 +152,7 @@ class _Fitting:
         shares = self._op("Div", weights, self._op("Where", inside, sums, self._number(1.0)))
         # to the nearest integer, halves away from 0
         size = self._op("Floor", self._add(self._op("Mul", self._op("Abs", shares), self._number(PRECISION)), 0.5))
-        return self._op("Mul", self._op("Sign", shares), size)
+        return self._op("Mul", self._op("Sign", shares), size), inside
 
     def _nearest(self, at: str, new: str, scale: str) -> str:
         """Return the pixels that columns or rows `at` take: the integer part of scale / 2 + scale + scale + ..."""

@@ -41,8 +41,11 @@ def image(content: bytes, how: How) -> Array:
     (rows, columns), (top, left) = geometry(picture.height, picture.width, how)
     if (picture.height, picture.width) != (rows, columns):
         picture = _resized(picture, rows, columns, how)
-    picture = picture.crop((left, top, left + how["width"], top + how["height"]))
-    pixels = np.asarray(picture).reshape(how["height"], how["width"], -1)
+    # of former versions borders are black
+    color = tuple(how.get("border_color") or [0] * len(picture.getbands()))
+    fitted = Image.new(picture.mode, (how["width"], how["height"]), color)
+    fitted.paste(picture, (-left, -top))
+    pixels = np.asarray(fitted).reshape(how["height"], how["width"], -1)
     # a file that takes integers gets the pixels as they are
     if "float" in how["dtype"]:
         pixels = pixels.astype(np.float32) * np.float32(how["scale"])
@@ -97,6 +100,8 @@ def geometry(height: int, width: int, how: How) -> tuple[tuple[int, int], tuple[
     if how["resize"] == "pad":
         factor = min(rows / height, columns / width)
         size = max(1, min(rows, round(height * factor))), max(1, min(columns, round(width * factor)))
+        if how.get("is_in_corner"):
+            return size, (0, 0)
     elif rows == columns:
         short = int(rows / ratio)
         size = (short, int(short * width / height)) if height <= width else (int(short * height / width), short)

@@ -30,11 +30,14 @@ from onward.trainer.proposal.inputs import num_axes, shown
 from onward.trainer.proposal.source_summary import Facts
 from onward.trainer.proposal.targets import Target
 
-SHARES = {"resize": "pad", "mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}
+SHARES = {"resize": "pad_grey", "mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}
 PIXELS: Mapping[str, Mapping[str, object]] = {
     "yolov5": SHARES,
     "yolov8": SHARES,
-    "yolox": {**SHARES, "scale": 1.0, "color": "bgr"},
+    "yolox": {**SHARES, "resize": "corner_grey", "scale": 1.0, "color": "bgr"},
+    "fcos": {"resize": "corner_mean"},
+    "retinanet": {"resize": "corner_mean"},
+    "centernet": {"resize": "pad"},
 }
 """Family -> the preprocessing of its own training, which is proposed unless a trial finds another one."""
 LARGE_STD = 2.0
@@ -64,6 +67,8 @@ def propose_boxes(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Seq
     names = [scores[0].name, boxes[0].name]
     names_of_data = _class_names(facts)
     has_nothing = _has_no_object(draft, names_of_data, widths[scores[0].name])
+    if has_nothing:
+        draft.set("data.image.resize", "corner_mean", "as DETR and YOLOS are trained")
     for position, (name, weight) in enumerate(WEIGHTS.items()):
         reason = f"outputs {shown(scores[0])} and {shown(boxes[0])}: a set of boxes" if not position else ""
         draft.set(f"loss.{position}.name", name, reason)

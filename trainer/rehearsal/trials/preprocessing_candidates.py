@@ -48,7 +48,8 @@ def _images(data: DataConfig, signature: Signature) -> list[Settings]:
     channels = inputs[0].channels
     sizes = [{"resize": "crop", "crop_ratio": 0.875}, {"resize": "crop", "crop_ratio": 1.0}, {"resize": "stretch"}]
     if data.image is not None and data.image.boxes:  # a crop would cut off objects
-        sizes = [{"resize": "pad"}, {"resize": "stretch"}]
+        # borders of another colour or at another place change little, so that those of the family alone are tried
+        sizes = [{"resize": data.image.resize if data.image.fit == "pad" else "pad"}, {"resize": "stretch"}]
     orders = [{"color": "rgb"}, {"color": "bgr"}] if channels == 3 else [{}]
     values = [{}] if any(each.takes_integers for each in inputs) else list(_pixel_values(channels))
     combinations: list[Settings] = []

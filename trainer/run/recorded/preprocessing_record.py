@@ -18,7 +18,7 @@ from pydantic import Field
 
 from onward.trainer.run.records import Record
 
-PREPROCESSING_VERSION = 2
+PREPROCESSING_VERSION = 3
 """Raised when a reader of the former version would compute other inputs."""
 
 
@@ -34,7 +34,11 @@ class ImageInput(Record):
     width: int
     resize: Literal["crop", "stretch", "pad"]
     """`crop`: resize so that the shorter side fits `crop_ratio`, then take the centre. `stretch`: resize to height and
-    width. `pad`: resize the longer side and add black borders on both sides."""
+    width. `pad`: resize the longer side and add borders."""
+    border_color: tuple[int, ...] = ()
+    """`pad` only: one number a channel, in the order red, green, blue; () = black."""
+    is_in_corner: bool = False
+    """`pad` only: whether the image begins in the left upper corner; false = it is in the middle."""
     crop_ratio: float
     """`crop` only. Where height = width = n: the shorter side becomes m = int(n / crop_ratio), the longer one
     int(m * longer / shorter). Else both sides are multiplied by f = max(height / old height, width / old width) /

@@ -15,15 +15,20 @@ from PIL import Image
 
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.images import AugmentConfig
 from onward.trainer.data.batches.batches import Batch, Batches, one_batch
+from onward.trainer.data.images.augmentation import Mixing, seeds
 from onward.trainer.data.images.box_annotations import read_annotations
+from onward.trainer.data.images.image_inputs import box_column
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, CROWD, DIFFICULT, boxes_of
+from onward.trainer.data.schema.permutation import hash_key, keyed_hash
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import cache_key, make_training_shards, recipe_of
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.onnx_graph.node_builder import GraphWriter
+from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 
 SIZE = 48
 COLORS = {"red": (250, 10, 10), "green": (10, 250, 10)}
@@ -189,8 +194,10 @@ def test_the_same_boxes_in_every_form_give_the_same_batches(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("cache", ["decoded", "encoded"])
-@pytest.mark.parametrize("resize", ["pad", "stretch"])
-@pytest.mark.parametrize("augment", [{}, {"flip": (0.5, 0.5)}, {"random_resized_crop": 0.5, "flip": 0.5}])
+@pytest.mark.parametrize("resize", ["pad", "stretch", "corner_grey"])
+@pytest.mark.parametrize(
+    "augment", [{}, {"flip": (0.5, 0.5)}, {"random_resized_crop": 0.5, "flip": 0.5}, {"mosaic": 0.8, "flip": 0.5}]
+)
 def test_boxes_lie_around_their_objects_after_every_change(
     tmp_path: Path, cache: str, resize: str, augment: dict[str, Any]
 ) -> None:
@@ -224,6 +231,111 @@ def test_two_replicas_take_the_boxes_of_one_also_augmented(tmp_path: Path) -> No
         parts = [halves[at // 4][step] for at in range(8)]
         for at, part in enumerate(parts):
             np.testing.assert_array_equal(boxes_in(batch, at), boxes_in(part, at % 4))
+
+
+MIXED: dict[str, Any] = {"mosaic": 0.7, "mixup": 8.0, "flip": (0.5, 0.5), "color_jitter": 0.2}
+
+
+def reconstructed(plain: dict[int, tuple[torch.Tensor, np.ndarray[Any, Any]]], position: int) -> tuple[Any, Any]:
+    """The mosaic at a position, cut out by torchvision: pixels uint8 [3, SIZE, SIZE] and boxes [n, 6] in pixels."""
+    from torchvision import tv_tensors
+    from torchvision.transforms import v2
+
+    at = np.array([position], np.uint64)
+    drawn, *others = (int(keyed_hash(at, hash_key("mosaic", tile, 0))[0]) for tile in range(4))
+    if drawn >= 0.7 * 2**64:
+        return plain[position]
+    canvas, boxes = torch.zeros(3, 2 * SIZE, 2 * SIZE, dtype=torch.uint8), []
+    positions = [position, *(position // 64 * 64 + other % 64 for other in others)]
+    corners = ((0, 0), (SIZE, 0), (0, SIZE), (SIZE, SIZE))
+    for (left, top), tile in zip(corners, positions, strict=True):
+        pixels, own = plain[tile]
+        canvas[:, top : top + SIZE, left : left + SIZE] = pixels
+        boxes.append(own + np.array([0, left, top, left, top, 0], np.float32))
+    rows = np.concatenate(boxes)
+    there = tv_tensors.BoundingBoxes(torch.from_numpy(rows[:, 1:5]), format="XYXY", canvas_size=(2 * SIZE, 2 * SIZE))
+    with torch.random.fork_rng():
+        torch.manual_seed(seeds(np.array([position]), seed=0, purpose="image augmentation")[0])
+        pixels, moved = v2.RandomCrop(SIZE)(tv_tensors.Image(canvas), there)
+    rows[:, 1:5] = moved
+    return pixels, rows[((rows[:, 3:5] - rows[:, 1:3]) >= 2).all(1)]
+
+
+def test_a_mosaic_and_mixed_images_are_those_of_a_plain_reconstruction(tmp_path: Path) -> None:
+    import_torchvision()
+    place = annotate(tmp_path, pictures(tmp_path))["coco"]
+    plain: dict[int, tuple[torch.Tensor, np.ndarray[Any, Any]]] = {}
+    for batch in taken(batches(tmp_path, configured(tmp_path, place)), steps=16):
+        for at in range(batch.size):
+            plain[len(plain)] = ((batch.inputs[0][at] * 255).round().byte(), boxes_in(batch, at))
+    augment = {"mosaic": 0.7, "mixup": 8.0}
+    mixing = Mixing(AugmentConfig(mixup=8.0), 2)
+    numbers = []
+    for step, batch in enumerate(taken(batches(tmp_path, configured(tmp_path, place, augment=augment)))):
+        for first in range(0, 8, 2):
+            position = 8 * step + first
+            pair = [reconstructed(plain, position), reconstructed(plain, position + 1)]
+            (seed,) = seeds(np.array([position // 2]), seed=0, purpose="image mixing")
+            images = torch.stack([pixels for pixels, _ in pair]).float() * torch.tensor(1 / 255)
+            (mixed,), _ = mixing([images], torch.arange(2), seed)
+            for at in range(2):
+                torch.testing.assert_close(batch.inputs[0][first + at], mixed[at], rtol=0, atol=1e-6)
+                wanted = np.concatenate([pair[at][1], pair[1 - at][1]])
+                np.testing.assert_allclose(boxes_in(batch, first + at), wanted, atol=1e-4)
+                numbers.append(len(wanted))
+    assert len(set(numbers)) > 3
+
+
+@pytest.mark.parametrize("cache", ["decoded", "encoded"])
+def test_mixed_images_are_the_same_on_every_layout_and_after_a_resume(cache: str, tmp_path: Path) -> None:
+    place = annotate(tmp_path, pictures(tmp_path))["coco"]
+    config = configured(tmp_path, place, augment=MIXED, cache=cache)
+    whole = taken(batches(tmp_path, config), steps=6)
+    small = config.model_copy(update={"train": config.train.model_copy(update={"gradient_accumulation_steps": 4})})
+    for settings, replicas in ((config, 2), (small, 1), (small, 2)):
+        found = [batches(tmp_path, settings, replica, replicas) for replica in range(replicas)]
+        # the first step that is taken is the fourth one, as after a resume
+        for step in (3, 4, 5):
+            parts = [batch for each in found for batch in each.take(8 * step, 8)]
+            assert torch.equal(torch.cat([part.inputs[0] for part in parts]), whole[step].inputs[0])
+            own = [boxes_in(part, at) for part in parts for at in range(part.size)]
+            for at, boxes in enumerate(own):
+                np.testing.assert_array_equal(boxes, boxes_in(whole[step], at))
+        for each in found:
+            each.close()
+    # 20 rows: in the next epochs they are mixed otherwise
+    assert not torch.equal(whole[0].inputs[0][:4], whole[2].inputs[0][4:])
+
+
+def test_both_caches_and_other_numbers_of_threads_give_the_same_mosaics(tmp_path: Path) -> None:
+    place = annotate(tmp_path, pictures(tmp_path))["coco"]
+    first, *others = (
+        taken(batches(tmp_path, configured(tmp_path, place, augment=MIXED, cache=cache, workers=workers)))
+        for cache, workers in (("decoded", 1), ("encoded", 1), ("encoded", 3))
+    )
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            assert torch.equal(one.inputs[0], two.inputs[0])
+            assert one.labels[0] is not None
+            assert two.labels[0] is not None
+            assert torch.equal(one.labels[0], two.labels[0])
+
+
+def test_a_random_crop_of_a_mosaic_shows_all_four_images_in_half_their_size(tmp_path: Path) -> None:
+    place = annotate(tmp_path, pictures(tmp_path))["coco"]
+    augment = {"mosaic": 1.0, "random_resized_crop": 1.0}
+    shown = [boxes_in(batch, at) for batch in taken(batches(tmp_path, configured(tmp_path, place))) for at in range(8)]
+    config = configured(tmp_path, place, augment=augment)
+    sides, numbers = [], []
+    for batch in taken(batches(tmp_path, config)):
+        for at in range(8):
+            boxes = boxes_in(batch, at)
+            numbers.append(len(boxes))
+            sides += (boxes[:, 3] - boxes[:, 1]).tolist()
+    assert max(numbers) > max(map(len, shown))
+    widest = max(float((boxes[:, 3] - boxes[:, 1]).max()) for boxes in shown if len(boxes))
+    # of the whole square, with another aspect ratio up to 4/3
+    assert 0.5 * widest <= max(sides) <= 0.6 * widest
 
 
 def test_evaluation_and_a_changed_annotation_file(tmp_path: Path) -> None:
@@ -413,11 +525,18 @@ def test_settings_that_would_lose_boxes_are_refused_with_the_choices(tmp_path: P
     for image, said in (
         ({"resize": "crop"}, "'crop' cuts off objects; set 'pad'"),
         ({"augment": {"rand_augment": 9}}, "cannot change boxes with their images"),
+        ({"augment": {"cutmix": 1.0}}, "rand_augment and cutmix cannot change boxes with their images; use mosaic"),
+        ({"augment": {"mosaic": 1.0}, "boxes": ""}, "augment.mosaic puts images with boxes together"),
         ({"boxes": "../nothing.json"}, "cannot be read"),
         ({"boxes": "../images"}, "no .txt and no .xml files"),
     ):
         with pytest.raises(ConfigError) as caught:
             configured(tmp_path, places["coco"], **image)
         assert said in str(caught.value)
+    config = configured(tmp_path, places["coco"])
+    assert config.data.image
+    image = config.data.image.model_copy(update={"masks": ("mask",), "augment": AugmentConfig(mixup=8.0)})
+    with pytest.raises(ConfigError, match="mosaic and mixup cannot change masks"):
+        box_column(config.data.model_copy(update={"image": image}), config.losses)
     with pytest.raises(ConfigError, match="no loss reads the boxes in column 'boxes', but label"):
         configured(tmp_path, places["coco"] | {"label": "label"})

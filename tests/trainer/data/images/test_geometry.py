@@ -77,7 +77,28 @@ def test_padded_images_are_whole_and_the_borders_of_masks_are_ignored() -> None:
     assert (fitted[30:] == -100).all()
 
 
-@pytest.mark.parametrize("resize", ["crop", "stretch", "pad"])
+BORDERS: dict[str, tuple[list[int], int | tuple[int, ...]]] = {
+    "pad_grey": ([0, 10], 114),
+    "corner_grey": ([0, 0, 0, 20], 114),
+    "corner_mean": ([0, 0, 0, 20], (128, 51, 255)),
+}
+
+
+@pytest.mark.parametrize("resize", BORDERS)
+def test_borders_have_the_color_and_the_place_of_a_family(resize: Any) -> None:
+    padding, color = BORDERS[resize]
+    expected = steps(("Resize", ((20, 40),), {}), ("Pad", (padding,), {"fill": color}))(picture(1, 10, 20))
+    config = ImageConfig(resize=resize, mean=(0.5, 0.2, 7.0), std=(1, 1, 1))
+    np.testing.assert_array_equal(fitted_image(picture(1, 10, 20), (40, 40), config), expected)
+    grey = fitted_image(picture(1, 10, 20).convert("L"), (40, 40), ImageConfig(resize=resize))
+    # 0.449 x 255, the mean of grey images
+    assert grey.getpixel((5, 39)) == 114
+    fitted = fitted_mask(np.ones((10, 20), np.int16), (40, 40), config, -100)
+    assert (fitted[padding[1] : padding[1] + 20] == 1).all()
+    assert (fitted == 1).sum() == 800
+
+
+@pytest.mark.parametrize("resize", ["crop", "stretch", "pad", "corner_grey"])
 def test_every_result_has_the_size_also_where_it_is_no_square(resize: Any) -> None:
     for height, width, rows, columns in SIZES:
         config = ImageConfig(resize=resize, crop_ratio=1.0)
@@ -85,4 +106,4 @@ def test_every_result_has_the_size_also_where_it_is_no_square(resize: Any) -> No
         mask = np.zeros((height, width), np.int16)
         fitted = fitted_mask(mask, (rows, columns), config, -100)
         assert fitted.shape == (rows, columns)
-        assert (fitted == -100).any() <= (resize == "pad")
+        assert (fitted == -100).any() <= (resize in ("pad", "corner_grey"))

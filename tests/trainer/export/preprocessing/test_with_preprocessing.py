@@ -56,7 +56,9 @@ def resizer(size: tuple[int, int], config: ImageConfig, *, channels: int, opset:
         column="image",
         height=size[0],
         width=size[1],
-        resize=config.resize,
+        resize=config.fit,
+        border_color=config.border_color(channels) if config.fit == "pad" else (),
+        is_in_corner=config.is_in_corner,
         crop_ratio=config.crop_ratio,
         interpolation=config.interpolation,
         antialias=True,
@@ -97,19 +99,20 @@ def compare_with_pillow(interpolation: str, resize: str, cases: int) -> None:
             np.testing.assert_array_equal(found[1], found[0])
 
 
+RESIZES = ("crop", "stretch", "pad", "pad_grey", "corner_mean")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box")
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 def test_pixels_are_those_of_pillow_bit_for_bit(interpolation: str) -> None:
-    for resize in ("crop", "stretch", "pad"):
+    for resize in RESIZES:
         compare_with_pillow(interpolation, resize, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 def test_pixels_are_those_of_pillow_bit_for_bit_for_hundreds_of_sizes(interpolation: str) -> None:
-    for resize in ("crop", "stretch", "pad"):
+    for resize in RESIZES:
         compare_with_pillow(interpolation, resize, 20)
 
 
@@ -117,6 +120,7 @@ IMAGES: dict[str, dict[str, Any]] = {
     "as torchvision": {},
     "stretched, to -1..1": {"resize": "stretch", "mean": [0.5] * 3, "std": [0.5] * 3},
     "with borders, BGR, 0..255": {"resize": "pad", "color": "bgr", "scale": 1.0, "mean": [104.0] * 3, "std": [1.0] * 3},
+    "in the corner, of the colour of the mean": {"resize": "corner_mean", "color": "bgr"},
     "all of the centre, bicubic": {"crop_ratio": 1.0, "interpolation": "bicubic", "cache": "encoded"},
 }
 

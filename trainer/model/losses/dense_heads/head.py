@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.data.schema.anchor_matches import Cells, objects_of
+from onward.trainer.data.schema.anchor_matches import objects_of
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS
+from onward.trainer.data.schema.detection_grids import Cells, size_of
 from onward.trainer.errors import ConfigError, DataError
 
 
@@ -73,10 +74,9 @@ def read_head(outputs: Sequence[Tensor], loss: LossConfig, *, offset: float) -> 
         anchors.append(own_anchors)
         strides.append(own_points.new_full((len(own_points),), stride))
         levels.append((height, width))
-    # the first level is that of the most cells, whose rounding to whole cells is the least
-    height, width = outputs[0].shape[2:]
-    _check_strides(levels, loss)
-    size = outputs[0].new_tensor([width * loss.strides[0], height * loss.strides[0]], dtype=torch.float32)
+    of_image = size_of(levels, loss.strides)
+    _check_strides(levels, loss, of_image)
+    size = outputs[0].new_tensor(of_image[::-1], dtype=torch.float32)
     columns: dict[str, Tensor] = dict(
         zip(roles, (torch.cat(each, 1) for each in zip(*tables, strict=True)), strict=True)
     )
@@ -86,14 +86,14 @@ def read_head(outputs: Sequence[Tensor], loss: LossConfig, *, offset: float) -> 
     return Head(codes, columns["scores"], objectness, *grid, size, levels)
 
 
-def _check_strides(levels: Sequence[Cells], loss: LossConfig) -> None:
+def _check_strides(levels: Sequence[Cells], loss: LossConfig, sides: tuple[float, float]) -> None:
     """Raise ConfigError unless all levels are grids of one input, but for cells that reach beyond it."""
-    first = np.array(levels[0]) * loss.strides[0]
     for cells, stride in zip(levels, loss.strides, strict=True):
-        if (np.abs(np.array(cells) * stride - first) >= max(stride, loss.strides[0])).any():
+        # a cell that is wholly outside of the input belongs to a larger one
+        if (np.array(cells) * stride - sides >= stride).any():
             raise ConfigError(
                 f"loss.strides {list(loss.strides)}: a level of {cells[0]} x {cells[1]} cells is no grid of an input "
-                f"of {first[0]:g} x {first[1]:g} pixels, as the first level is; correct loss.strides or loss.output"
+                f"of {sides[0]:g} x {sides[1]:g} pixels, as another level is; correct loss.strides or loss.output"
             )
 
 

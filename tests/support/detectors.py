@@ -19,6 +19,8 @@ ANCHORS = tuple(tuple((3.0 * s * w, 3.0 * s / w) for w in (0.7, 1.0, 1.4)) for s
 HEADS = {
     "yolov5": (3 * (5 + CLASSES),),
     "yolov8": (64, CLASSES),
+    "yolov10": (64, CLASSES),
+    "yolo26": (4, CLASSES),
     "yolox": (4, 1, CLASSES),
     "fcos": (4, 1, CLASSES),
     "retinanet": (3 * 4, 3 * CLASSES),
@@ -58,6 +60,9 @@ class Detector(nn.Module):
                     # few objects, as detectors begin
                     if channels % CLASSES == 0 and channels in (CLASSES, 3 * CLASSES):
                         head.bias -= 4.0
+                if family == "yolo26":
+                    # distances, which are positive
+                    level[0].bias += 1.0
             if family == "centernet":
                 # sizes and offsets, of which the sizes are positive
                 self.heads[0][1].bias += 6.0
@@ -109,6 +114,21 @@ def _yolov8(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
     first, last = points.T - distances[:, :2], points.T + distances[:, 2:]
     boxes = torch.cat([(first + last) / 2, last - first], 1) * strides.T
     return (torch.cat([boxes, torch.cat([level[1].flatten(2) for level in raw], 2).sigmoid()], 1),)
+
+
+def _one_to_one(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """[B, 20, 6]: corners in pixels, score and class of the greatest scores, as YOLOv10 and YOLO26 choose them."""
+    points, strides = _grid(raw, 0.5)
+    cells = _rows(raw, 0)
+    if cells.shape[2] == 64:
+        cells = (cells.reshape(-1, cells.shape[1], 4, 16).softmax(3) * torch.arange(16.0)).sum(3)
+    boxes = torch.cat([points - cells[..., :2], points + cells[..., 2:]], -1) * strides
+    scores = _rows(raw, 1).sigmoid()
+    rows = scores.amax(-1).topk(20).indices[..., None]
+    values, pairs = scores.gather(1, rows.expand(-1, -1, CLASSES)).flatten(1).topk(20)
+    chosen = rows.gather(1, pairs[..., None] // CLASSES)
+    columns = [boxes.gather(1, chosen.expand(-1, -1, 4)), values[..., None], (pairs % CLASSES)[..., None].float()]
+    return (torch.cat(columns, -1),)
 
 
 def _yolov5(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
@@ -189,6 +209,8 @@ def _centernet(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
 DECODED: dict[str, Callable[[list[list[Tensor]]], tuple[Tensor, ...]]] = {
     "yolov5": _yolov5,
     "yolov8": _yolov8,
+    "yolov10": _one_to_one,
+    "yolo26": _one_to_one,
     "yolox": _yolox,
     "yolox coded": _yolox_coded,
     "fcos": _fcos,

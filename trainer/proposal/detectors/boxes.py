@@ -34,6 +34,8 @@ SHARES = {"resize": "pad", "mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}
 PIXELS: Mapping[str, Mapping[str, object]] = {
     "yolov5": SHARES,
     "yolov8": SHARES,
+    "yolov10": SHARES,
+    "yolo26": SHARES,
     "yolox": {**SHARES, "scale": 1.0, "color": "bgr"},
 }
 """Family -> the preprocessing of its own training, which is proposed unless a trial finds another one."""

@@ -1,8 +1,8 @@
 """Write the loss and the gradients of ultralytics or YOLOX for raw outputs and boxes in an .npz, where they are.
 
-python dense_loss_reference.py GIVEN.npz yolov8|yolov10|yolo26|yolox WRITTEN.npz
+python dense_loss_reference.py GIVEN.npz NAME WRITTEN.npz
 
-given: output 0, 1, ... of all levels, labels [B, objects x 6] and strides.
+NAME: of the loss. given: output 0, 1, ... of all levels, labels [B, objects x 6] and strides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 
 GAINS = SimpleNamespace(box=7.5, cls=0.5, dfl=1.5)
-ASSIGNED = {"yolov8": (10, None), "yolov10": (1, None), "yolo26": (7, 1)}
+ASSIGNED = {"yolov8": (10, None), "yolo26": (10, None), "yolov10": (1, None), "yolo26_end2end": (7, 1)}
 """Predictions of an object: as E2EDetectLoss (YOLOv10) and E2ELoss (YOLO26) have them for their one-to-one heads."""
 
 

@@ -16,7 +16,7 @@ from onward.trainer.config.metric_names import Task
 LossName = Literal[
     "cross_entropy", "mse", "l1", "bce_with_logits", "output", "huber", "quantile", "focal", "dice", "giou", "ctc",
     "cosine", "triplet", "info_nce", "set_classes", "set_l1", "set_giou", "yolov5", "yolov8", "yolov10", "yolo26",
-    "yolox", "fcos", "retinanet", "ssd", "centernet", "file", "teacher",
+    "yolo26_end2end", "yolox", "fcos", "retinanet", "ssd", "centernet", "file", "teacher",
 ]
 # fmt: on
 """The losses, by name."""
@@ -194,6 +194,7 @@ LOSS_RULES: Mapping[LossName, LossRule] = {
     "yolov8": _dense(DISTRIBUTIONS),
     "yolov10": _dense(DISTRIBUTIONS),
     "yolo26": _dense(PLAIN),
+    "yolo26_end2end": _dense(PLAIN),
     "yolox": _dense(WITH_OBJECTNESS),
     "fcos": _dense(WITH_OBJECTNESS, "alpha", "gamma"),
     "retinanet": _dense(PLAIN, "anchors", "alpha", "gamma"),

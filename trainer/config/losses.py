@@ -46,8 +46,8 @@ class LossConfig(Section):
     shorter labels. `cosine`: two outputs, alike or not (label 1 or -1). `triplet`: three outputs, without labels.
     `info_nce`: two outputs whose rows belong together, without labels. `set_classes`, `set_l1`, `set_giou`: of a
     detector that predicts a set of boxes (DETR), two outputs: class scores and boxes. `yolov5`, `yolov8`, `yolov10`,
-    `yolo26`, `yolox`, `fcos`, `retinanet`, `ssd`, `centernet`: of a detector with a grid, its raw outputs. `file`: your
-    own."""
+    `yolo26`, `yolo26_end2end`, `yolox`, `fcos`, `retinanet`, `ssd`, `centernet`: of a detector with a grid, its raw
+    outputs. `file`: your own."""
     file: str = ""
     """Your own loss: "my_loss.py:function", or an ONNX file with the inputs output and labels."""
     output: str | tuple[str, ...] = ""

@@ -37,6 +37,7 @@ CHANNELS = {
     "yolov8": (64, CLASSES),
     "yolov10": (64, CLASSES),
     "yolo26": (4, CLASSES),
+    "yolo26_end2end": (4, CLASSES),
     "yolox": (4, 1, CLASSES),
     "fcos": (4, 1, CLASSES),
     "retinanet": (4, CLASSES),
@@ -70,7 +71,7 @@ def raw_outputs(name: str, seed: int = 0) -> list[Tensor]:
             # distances of FCOS come behind a ReLU, and those of YOLO26 begin at 2 cells
             if name == "fcos" and channels == 4:
                 values = 2 * values.abs()
-            if name == "yolo26" and channels == 4:
+            if name.startswith("yolo26") and channels == 4:
                 values += 4.0
             found.append((0.5 * values).requires_grad_())
     return found
@@ -202,7 +203,7 @@ REFERENCES = {
 def test_the_loss_and_its_gradients_are_those_of_the_own_package_of_a_family(package: str, tmp_path: Path) -> None:
     """Nothing of these packages is in this repository: they are installed for this test, in a folder of its own."""
     python = with_packages(tmp_path / "env", *REFERENCES[package])
-    for name in ("yolov8", "yolov10", "yolo26") if package == "ultralytics" else ("yolox",):
+    for name in ("yolov8", "yolov10", "yolo26", "yolo26_end2end") if package == "ultralytics" else ("yolox",):
         made = [[value.detach() for value in raw_outputs(name, seed)] for seed in range(4)]
         outputs = [torch.cat(values) for values in zip(*made, strict=True)]
         if CHANNELS[name][0] == 64:
@@ -268,7 +269,7 @@ def test_training_the_raw_outputs_finds_the_objects(name: str) -> None:
     own_labels = labels_of(
         [[(2, 0.1, 0.2, 0.5, 0.6, 0)], [(0, 0.3, 0.3, 0.8, 0.9, 0), (4, 0.05, 0.6, 0.3, 0.9, 0)], []]
     )
-    share = 1.0 if name == "yolo26" else 0.1
+    share = 1.0 if name.startswith("yolo26") else 0.1
     outputs = [value.detach().mul(share).requires_grad_() for value in raw_outputs(name)]
     optimizer = torch.optim.Adam(outputs, 0.1)
     for _ in range(300):

@@ -36,6 +36,7 @@ PIXELS: Mapping[str, Mapping[str, object]] = {
     "yolov8": SHARES,
     "yolov10": SHARES,
     "yolo26": SHARES,
+    "yolo26_end2end": SHARES,
     "yolox": {**SHARES, "scale": 1.0, "color": "bgr"},
 }
 """Family -> the preprocessing of its own training, which is proposed unless a trial finds another one."""

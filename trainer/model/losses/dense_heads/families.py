@@ -70,10 +70,11 @@ def _task_aligned(name: LossName, best: int = task_aligned.BEST, kept: int = tas
 
 
 FAMILIES: Mapping[str, Family] = {
-    # before YOLOv8, whose boxes are coded alike
+    # before the others, whose boxes are coded alike
     "yolov10": _task_aligned("yolov10", best=1),
-    "yolo26": _task_aligned("yolo26", best=7, kept=1),
+    "yolo26_end2end": _task_aligned("yolo26_end2end", best=7, kept=1),
     "yolov8": _task_aligned("yolov8"),
+    "yolo26": _task_aligned("yolo26"),
     "yolov5": Family(
         LOSS_RULES["yolov5"],
         anchor_ratio.OFFSET,

@@ -5,7 +5,7 @@
     alignment           score^0.5 x CIoU^6 of each prediction and each object that its point is in; an object shorter
                         than the second stride counts as that long here, so that it has points
     assigned            the 10 best of each object; of several objects that with the greatest CIoU. YOLOv10: the best of
-                        each object; YOLO26: of its 7 best that which is the best among those left to it
+                        each object; YOLO26 end to end: of its 7 best that which is the best of those left to it
     target score        the alignment, scaled so that the best of an object has the object's greatest CIoU
 
 Source: task alignment learning (arXiv:2108.07755), with the numbers of YOLOv8; for YOLOv10 arXiv:2405.14458. Three

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,9 @@ ANCHORS = tuple(tuple((3.0 * s * w, 3.0 * s / w) for w in (0.7, 1.0, 1.4)) for s
 HEADS = {
     "yolov5": (3 * (5 + CLASSES),),
     "yolov8": (64, CLASSES),
+    "yolov10": (64, CLASSES),
+    "yolo26": (4, CLASSES),
+    "yolo26_end2end": (4, CLASSES),
     "yolox": (4, 1, CLASSES),
     "fcos": (4, 1, CLASSES),
     "retinanet": (3 * 4, 3 * CLASSES),
@@ -58,6 +62,9 @@ class Detector(nn.Module):
                     # few objects, as detectors begin
                     if channels % CLASSES == 0 and channels in (CLASSES, 3 * CLASSES):
                         head.bias -= 4.0
+                if family.startswith("yolo26"):
+                    # distances, which are positive
+                    level[0].bias += 1.0
             if family == "centernet":
                 # sizes and offsets, of which the sizes are positive
                 self.heads[0][1].bias += 6.0
@@ -101,14 +108,31 @@ def _by_anchor(raw: list[list[Tensor]], kind: int, per_cell: int = 3) -> Tensor:
     return torch.cat(found, 1)
 
 
+def _distances(raw: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+    """Corners in pixels [B, 4, cells], and probabilities [B, classes, cells]."""
+    points, strides = _grid(raw, 0.5)
+    cells = torch.cat([level[0].flatten(2) for level in raw], 2)
+    if cells.shape[1] == 64:
+        bins = cells.reshape(-1, 4, 16, cells.shape[2]).softmax(2)
+        cells = (bins * torch.arange(16.0).reshape(1, 1, 16, 1)).sum(2)
+    corners = torch.cat([points.T - cells[:, :2], points.T + cells[:, 2:]], 1) * strides.T
+    return corners, torch.cat([level[1].flatten(2) for level in raw], 2).sigmoid()
+
+
 def _yolov8(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
     """[B, 4 + classes, cells]: centre and size in pixels, and probabilities."""
-    points, strides = _grid(raw, 0.5)
-    bins = torch.cat([level[0].flatten(2) for level in raw], 2)
-    distances = (bins.reshape(-1, 4, 16, bins.shape[2]).softmax(2) * torch.arange(16.0).reshape(1, 1, 16, 1)).sum(2)
-    first, last = points.T - distances[:, :2], points.T + distances[:, 2:]
-    boxes = torch.cat([(first + last) / 2, last - first], 1) * strides.T
-    return (torch.cat([boxes, torch.cat([level[1].flatten(2) for level in raw], 2).sigmoid()], 1),)
+    corners, scores = _distances(raw)
+    first, last = corners[:, :2], corners[:, 2:]
+    return (torch.cat([(first + last) / 2, last - first, scores], 1),)
+
+
+def _one_to_one(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """[B, 20, 6]: corners in pixels, score and class of the greatest scores, as YOLOv10 and YOLO26 choose them."""
+    corners, scores = (value.transpose(1, 2) for value in _distances(raw))
+    rows = scores.amax(-1).topk(20).indices
+    values, pairs = scores.gather(1, rows[..., None].expand(-1, -1, CLASSES)).flatten(1).topk(20)
+    chosen = rows.gather(1, pairs // CLASSES)[..., None].expand(-1, -1, 4)
+    return (torch.cat([corners.gather(1, chosen), values[..., None], (pairs % CLASSES)[..., None].float()], -1),)
 
 
 def _yolov5(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
@@ -189,6 +213,9 @@ def _centernet(raw: list[list[Tensor]]) -> tuple[Tensor, ...]:
 DECODED: dict[str, Callable[[list[list[Tensor]]], tuple[Tensor, ...]]] = {
     "yolov5": _yolov5,
     "yolov8": _yolov8,
+    "yolov10": _one_to_one,
+    "yolo26": _yolov8,
+    "yolo26_end2end": _one_to_one,
     "yolox": _yolox,
     "yolox coded": _yolox_coded,
     "fcos": _fcos,
@@ -200,6 +227,11 @@ DECODED: dict[str, Callable[[list[list[Tensor]]], tuple[Tensor, ...]]] = {
 
 def detector_file(family: str) -> onnx.ModelProto:
     """The file of a small detector: input images [batch, 3, SIDE, SIDE], outputs as the family has them."""
+    return onnx.load_from_string(_exported(family))
+
+
+@functools.cache
+def _exported(family: str) -> bytes:
     module = Detector(family).eval()
     names = ["boxes", "scores"] if family in ("fcos", "retinanet", "ssd") else ["found"]
     content = io.BytesIO()
@@ -214,7 +246,7 @@ def detector_file(family: str) -> onnx.ModelProto:
             output_names=names,
             dynamic_axes={name: {0: "batch"} for name in ("image", *names)},
         )
-    return onnx.load_from_string(content.getvalue())
+    return content.getvalue()
 
 
 PIXEL_MEAN = (0.4, 0.5, 0.6)

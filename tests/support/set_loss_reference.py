@@ -1,12 +1,11 @@
 """Print the losses and gradients of transformers for outputs and boxes in an .npz: in an environment that has it.
 
-python set_loss_reference.py GIVEN.npz softmax|sigmoid WRITTEN.npz
+python set_loss_reference.py GIVEN.npz softmax|sigmoid|varifocal WRITTEN.npz
 """
 
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -16,8 +15,8 @@ from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 import_torchvision()
 from transformers.loss.loss_deformable_detr import DeformableDetrHungarianMatcher, DeformableDetrImageLoss  # noqa: E402
 from transformers.loss.loss_for_object_detection import HungarianMatcher, ImageLoss  # noqa: E402
-
-SETTINGS = SimpleNamespace(class_cost=1, bbox_cost=5, giou_cost=2, eos_coefficient=0.1, focal_alpha=0.25)
+from transformers.loss.loss_rt_detr import RTDetrLoss  # noqa: E402
+from transformers.models.rt_detr.configuration_rt_detr import RTDetrConfig  # noqa: E402
 
 
 def main(given: str, kind: str, written: str) -> None:
@@ -34,11 +33,16 @@ def main(given: str, kind: str, written: str) -> None:
     if kind == "softmax":
         matcher = HungarianMatcher(class_cost=1, bbox_cost=5, giou_cost=2)
         criterion = ImageLoss(matcher, scores.shape[-1] - 1, 0.1, names)
+    elif kind == "varifocal":
+        # its own settings, but for the weights of the terms
+        weights = {"weight_loss_bbox": 1.0, "weight_loss_giou": 1.0}
+        criterion = RTDetrLoss(RTDetrConfig(num_labels=scores.shape[-1], **weights))
     else:
         matcher = DeformableDetrHungarianMatcher(class_cost=2, bbox_cost=5, giou_cost=2)
         criterion = DeformableDetrImageLoss(matcher, scores.shape[-1], 0.25, names)
     losses = criterion({"logits": scores, "pred_boxes": boxes}, targets)
     results = {}
+    losses["loss_ce"] = losses.pop("loss_vfl", losses.get("loss_ce"))
     for name in ("loss_ce", "loss_bbox", "loss_giou"):
         gradients = torch.autograd.grad(losses[name], (scores, boxes), retain_graph=True, allow_unused=True)
         results[name] = losses[name].detach().numpy()

@@ -15,8 +15,8 @@ from onward.trainer.config.metric_names import Task
 # fmt: off
 LossName = Literal[
     "cross_entropy", "mse", "l1", "bce_with_logits", "output", "huber", "quantile", "focal", "dice", "giou", "ctc",
-    "cosine", "triplet", "info_nce", "set_classes", "set_l1", "set_giou", "yolov5", "yolov8", "yolox", "fcos",
-    "retinanet", "ssd", "centernet", "file", "teacher",
+    "cosine", "triplet", "info_nce", "set_classes", "set_l1", "set_giou", "yolov5", "yolov8", "yolov10", "yolo26",
+    "yolo26_end2end", "yolox", "fcos", "retinanet", "ssd", "centernet", "file", "teacher",
 ]
 # fmt: on
 """The losses, by name."""
@@ -113,6 +113,7 @@ DISTANCE_BINS = 16
 """Values of each distance, as in YOLOv8 to YOLO11."""
 WITH_OBJECTNESS = {"boxes": 4, "objectness": 1, "scores": 0}
 PLAIN = {"boxes": 4, "scores": 0}
+DISTRIBUTIONS = {"boxes": 4 * DISTANCE_BINS, "scores": 0}
 MATCHED = "ONNX has no operator that assigns boxes to outputs"
 
 
@@ -190,7 +191,10 @@ LOSS_RULES: Mapping[LossName, LossRule] = {
     "set_l1": LossRule("objects", takes=("scores",), num_outputs=2, no_onnx=MATCHED),
     "set_giou": LossRule("objects", takes=("scores",), num_outputs=2, no_onnx=MATCHED),
     "yolov5": _dense(WITH_OBJECTNESS, "anchors", by_level=True),
-    "yolov8": _dense({"boxes": 4 * DISTANCE_BINS, "scores": 0}),
+    "yolov8": _dense(DISTRIBUTIONS),
+    "yolov10": _dense(DISTRIBUTIONS),
+    "yolo26": _dense(PLAIN),
+    "yolo26_end2end": _dense(PLAIN),
     "yolox": _dense(WITH_OBJECTNESS),
     "fcos": _dense(WITH_OBJECTNESS, "alpha", "gamma"),
     "retinanet": _dense(PLAIN, "anchors", "alpha", "gamma"),

@@ -45,8 +45,9 @@ class LossConfig(Section):
     `dice`: of segmentation masks, by sample. `giou`: of boxes (x1, y1, x2, y2). `ctc`: of sequences [B, T, C] with
     shorter labels. `cosine`: two outputs, alike or not (label 1 or -1). `triplet`: three outputs, without labels.
     `info_nce`: two outputs whose rows belong together, without labels. `set_classes`, `set_l1`, `set_giou`: of a
-    detector that predicts a set of boxes (DETR), two outputs: class scores and boxes. `yolov5`, `yolov8`, `yolox`,
-    `fcos`, `retinanet`, `ssd`, `centernet`: of a detector with a grid, its raw outputs. `file`: your own."""
+    detector that predicts a set of boxes (DETR), two outputs: class scores and boxes. `yolov5`, `yolov8`, `yolov10`,
+    `yolo26`, `yolo26_end2end`, `yolox`, `fcos`, `retinanet`, `ssd`, `centernet`: of a detector with a grid, its raw
+    outputs. `file`: your own."""
     file: str = ""
     """Your own loss: "my_loss.py:function", or an ONNX file with the inputs output and labels."""
     output: str | tuple[str, ...] = ""
@@ -89,10 +90,10 @@ class LossConfig(Section):
     none."""
     gamma: NonNegativeFloat = 2.0
     """focal, set_classes, fcos, retinanet: how much less labels count that are predicted well."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "varifocal"] = "softmax"
     """set_classes, set_l1, set_giou: how class scores are read, which decides how boxes are assigned, too: `softmax`
     over the classes and one for no object, which is the last (DETR, YOLOS), or a `sigmoid` for each class, with the
-    focal loss (Deformable DETR)."""
+    focal loss (Deformable DETR); `varifocal` = the same towards the overlap of the box (RT-DETR, D-FINE)."""
     num_queries: NonNegativeInt = 0
     """set_classes: the boxes that the model predicts for each image; 0 = as its file says."""
     image_size: tuple[Length, Length] | None = None

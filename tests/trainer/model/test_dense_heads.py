@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.rehearsal.findings import Findings
 from onward.trainer.rehearsal.guards.loss_checks import check_counts
+from tests.support.own_environment import run_script, with_packages
 
 SIDE, CLASSES, IMAGES = 64, 5, 3
 STRIDES = (8.0, 16.0, 32.0)
@@ -34,6 +36,9 @@ ANCHORS = tuple(tuple((4.0 * s * w, 4.0 * s / w) for w in (0.8, 1.0, 1.5)) for s
 CHANNELS = {
     "yolov5": (4, 1, CLASSES),
     "yolov8": (64, CLASSES),
+    "yolov10": (64, CLASSES),
+    "yolo26": (4, CLASSES),
+    "yolo26_end2end": (4, CLASSES),
     "yolox": (4, 1, CLASSES),
     "fcos": (4, 1, CLASSES),
     "retinanet": (4, CLASSES),
@@ -64,9 +69,12 @@ def raw_outputs(name: str, seed: int = 0) -> list[Tensor]:
         cells = int(SIDE / stride)
         for channels in CHANNELS[name]:
             values = torch.randn(IMAGES, channels * per_cell, cells, cells, generator=generator)
-            # distances of FCOS come behind a ReLU
-            is_distance = name == "fcos" and channels == 4
-            found.append((values.abs() if is_distance else 0.5 * values).requires_grad_())
+            # distances of FCOS come behind a ReLU, and those of YOLO26 begin at 2 cells
+            if name == "fcos" and channels == 4:
+                values = 2 * values.abs()
+            if name.startswith("yolo26") and channels == 4:
+                values += 4.0
+            found.append((0.5 * values).requires_grad_())
     return found
 
 
@@ -80,9 +88,9 @@ def labels_of(objects: list[list[tuple[float, ...]]]) -> Tensor:
     return rows.flatten(1)
 
 
-def labels() -> Tensor:
+def labels(seed: int = 0) -> Tensor:
     """Four objects, of which one is a crowd; three; none."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     objects: list[list[tuple[float, ...]]] = [[], [], []]
     for image, number in enumerate((4, 3, 0)):
         for place in range(number):
@@ -183,6 +191,43 @@ def test_the_loss_and_its_gradients_are_those_of_torchvision(name: str) -> None:
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-7)
 
 
+REFERENCES = {
+    "ultralytics": ("ultralytics", "opencv-python-headless"),
+    # Megvii's code, whose own package of 2022 has another assignment and no wheel
+    "yolox": ("pixeltable-yolox", "opencv-python-headless", "loguru", "tabulate"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("package", REFERENCES)
+def test_the_loss_and_its_gradients_are_those_of_the_own_package_of_a_family(package: str, tmp_path: Path) -> None:
+    """Nothing of these packages is in this repository: they are installed for this test, in a folder of its own."""
+    python = with_packages(tmp_path / "env", *REFERENCES[package])
+    for name in ("yolov8", "yolov10", "yolo26", "yolo26_end2end") if package == "ultralytics" else ("yolox",):
+        made = [[value.detach() for value in raw_outputs(name, seed)] for seed in range(4)]
+        outputs = [torch.cat(values) for values in zip(*made, strict=True)]
+        if CHANNELS[name][0] == 64:
+            # boxes about as large as the objects, of a cell to each side
+            outputs[::2] = [value - torch.arange(16).repeat(4)[:, None, None] for value in outputs[::2]]
+        outputs = [value.requires_grad_() for value in outputs]
+        own_labels = torch.cat([labels(seed) for seed in range(4)]).reshape(len(outputs[0]), -1, 6)
+        # a second object in the cells of another
+        other = own_labels[:, :1] + torch.tensor([0, -0.01, -0.02, 0.02, 0.03, 0])
+        own_labels = torch.cat([own_labels, other], 1)
+        own_labels[2::IMAGES] = -1.0
+        given = {f"output {place}": value.detach().numpy() for place, value in enumerate(outputs)}
+        np.savez(tmp_path / "given.npz", labels=own_labels.flatten(1), strides=np.float32(STRIDES), **given)
+        run_script(python, "dense_loss_reference.py", tmp_path / "given.npz", name, tmp_path / "reference.npz")
+        reference = np.load(tmp_path / "reference.npz")
+        mean, gradients = mean_and_gradients(name, outputs, own_labels.flatten(1))
+        assert mean.item() == pytest.approx(float(reference["loss"]), rel=1e-5), name
+        assert np.abs(reference["gradient 0"]).max() > 0.01, "no box is assigned"
+        for place, gradient in enumerate(gradients):
+            wanted = reference[f"gradient {place}"]
+            np.testing.assert_allclose(gradient.numpy(), wanted, rtol=1e-4, atol=1e-7, err_msg=name)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sums_and_divisors_of_single_images_are_those_of_the_batch(name: str) -> None:
     outputs, own_labels = raw_outputs(name), labels()
@@ -225,7 +270,8 @@ def test_training_the_raw_outputs_finds_the_objects(name: str) -> None:
     own_labels = labels_of(
         [[(2, 0.1, 0.2, 0.5, 0.6, 0)], [(0, 0.3, 0.3, 0.8, 0.9, 0), (4, 0.05, 0.6, 0.3, 0.9, 0)], []]
     )
-    outputs = [value.detach().mul(0.1).requires_grad_() for value in raw_outputs(name)]
+    share = 1.0 if name.startswith("yolo26") else 0.1
+    outputs = [value.detach().mul(share).requires_grad_() for value in raw_outputs(name)]
     optimizer = torch.optim.Adam(outputs, 0.1)
     for _ in range(300):
         optimizer.zero_grad()

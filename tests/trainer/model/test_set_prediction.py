@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import set_prediction
 from onward.trainer.model.losses.set_prediction import assign, centres, corners, detections, objects_of
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+from tests.support.own_environment import run_script, with_packages
 
 FORMULAS = {
     "set_classes": set_prediction.set_classes,
@@ -26,6 +24,7 @@ FORMULAS = {
     "set_giou": set_prediction.set_giou,
 }
 REFERENCES = {"set_classes": "loss_ce", "set_l1": "loss_bbox", "set_giou": "loss_giou"}
+KINDS = ("softmax", "sigmoid", "varifocal")
 IMAGES, QUERIES, CLASSES, OBJECTS = 3, 12, 5, 4
 
 
@@ -59,7 +58,7 @@ def computed(name: str, kind: str, found: dict[str, np.ndarray[Any, Any]]) -> tu
     return total.item(), float(count_targets(labels, len(labels), loss)), *gradients
 
 
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_sums_and_counts_of_two_halves_are_those_of_the_whole(name: str, kind: str) -> None:
     found = given(kind)
@@ -71,7 +70,7 @@ def test_sums_and_counts_of_two_halves_are_those_of_the_whole(name: str, kind: s
     assert whole[1] == pytest.approx(sum(part[1] for part in parts), rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_assignment_is_the_one_of_the_least_cost_and_crowds_have_no_query(kind: str) -> None:
     found = given(kind)
     loss = config("set_classes", kind)
@@ -92,7 +91,7 @@ def test_the_assignment_is_the_one_of_the_least_cost_and_crowds_have_no_query(ki
             assert sum(float(costs[query, order[place]]) for query, place in pairs) == pytest.approx(least, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_images_without_objects_have_a_finite_loss_with_gradients(name: str, kind: str) -> None:
     found = given(kind)
@@ -155,31 +154,17 @@ def test_the_overlap_is_torchvisions() -> None:
 
 @pytest.fixture(scope="module")
 def with_transformers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python with transformers, and with torch and Onward from the environment of the tests."""
-    folder = tmp_path_factory.mktemp("transformers") / "env"
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    python = folder / "bin" / "python"
     packages = ["transformers>=5", "huggingface_hub", "tokenizers", "regex", "typer"]
-    subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *packages], check=True
-    )
-    [site] = folder.glob("lib/python*/site-packages")
-    own = next(Path(path) for path in sys.path if path.endswith("site-packages"))
-    (site / "tests.pth").write_text(f"{own}\n")
-    return python
+    return with_packages(tmp_path_factory.mktemp("transformers") / "env", *packages)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_gradients_are_those_of_transformers(kind: str, with_transformers: Path, tmp_path: Path) -> None:
     found = given(kind)
     np.savez(tmp_path / "given.npz", **found)
-    root = Path(__file__).parents[3]
-    script = root / "tests" / "support" / "set_loss_reference.py"
-    words = [with_transformers, script, tmp_path / "given.npz", kind, tmp_path / "reference.npz"]
-    search = os.pathsep.join([str(root / ".package"), str(root)])
-    subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": search})
+    run_script(with_transformers, "set_loss_reference.py", tmp_path / "given.npz", kind, tmp_path / "reference.npz")
     reference = np.load(tmp_path / "reference.npz")
     for name, title in REFERENCES.items():
         total, count, of_scores, of_boxes = computed(name, kind, found)

@@ -152,7 +152,7 @@ def _counted_objects(labels: Tensor, size: int, loss: LossConfig) -> Tensor:
     """Return the objects that are trained on; of set_classes with softmax the weights of all queries."""
     boxes = labels.reshape(len(labels), -1, BOX_NUMBERS)
     counted = ((boxes[..., 0] >= 0) & (boxes[..., 5] == COUNTED)).sum(1, dtype=torch.float64)
-    if loss.name != "set_classes" or loss.scores == "sigmoid":
+    if loss.name != "set_classes" or loss.scores != "softmax":
         return counted.sum()
     assert loss.num_queries, "the file says it, or the configuration"
     # of more objects than queries some have none

@@ -1,4 +1,4 @@
-"""Losses of detectors that predict a set of boxes (DETR, YOLOS, Deformable DETR): one query for each object.
+"""Losses of detectors that predict a set of boxes (DETR, YOLOS, RT-DETR): one query for each object.
 
     queries        q0     q1     q2     q3            outputs [B, Q, C] and [B, Q, 4]
     objects        cat           dog                  labels [B, objects x 6]
@@ -9,8 +9,9 @@
 set_classes compares the class scores of all queries, set_l1 and set_giou the boxes of the assigned ones. Each finds the
 same assignment, from outputs without gradient. Boxes of outputs are centre and size, in shares of the image.
 
-Source: arXiv:2005.12872 (DETR), arXiv:2010.04159 (Deformable DETR), with the weights of their repositories, which
-transformers' losses have as well. Sums divided by the counts of data/schema/target_counts.py are their means.
+Source: arXiv:2005.12872 (DETR), arXiv:2010.04159 (Deformable DETR), arXiv:2304.08069 (RT-DETR), with the weights of
+their repositories, which transformers' losses have as well. Sums divided by the counts of data/schema/target_counts.py
+are their means.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED, NO_CLASS
 from onward.trainer.data.schema.target_counts import NO_OBJECT_WEIGHT
 from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.model.losses.dense_heads.assigned import overlaps
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 
 L1_COST, GIOU_COST = 5.0, 2.0
-CLASS_COSTS = {"softmax": 1.0, "sigmoid": 2.0}
-"""What the costs of a pair are multiplied by, in DETR and in Deformable DETR."""
+CLASS_COSTS = {"softmax": 1.0, "sigmoid": 2.0, "varifocal": 2.0}
+"""What the costs of a pair are multiplied by, in DETR, in Deformable DETR and in RT-DETR."""
 COST_ALPHA, COST_GAMMA = 0.25, 2.0
 """Of the focal cost of classes with sigmoid."""
 
@@ -42,7 +44,8 @@ Assigned = list[tuple[Tensor, Tensor]]
 def set_classes(scores: Tensor, boxes: Tensor, labels: Tensor, loss: LossConfig) -> Tensor:
     """Return the loss of the classes, a scalar. scores [B, Q, C], boxes [B, Q, 4], labels [B, objects x 6].
 
-    With softmax the last class is no object, and weighs NO_OBJECT_WEIGHT; with sigmoid it is the focal loss.
+    With softmax the last class is no object, and weighs NO_OBJECT_WEIGHT; with sigmoid it is the focal loss. Varifocal
+    (arXiv:2008.13367) trains the class of an assigned query towards the overlap of its box.
     """
     objects = objects_of(labels)
     assigned = assign(scores, boxes, objects, loss)
@@ -59,9 +62,16 @@ def set_classes(scores: Tensor, boxes: Tensor, labels: Tensor, loss: LossConfig)
         weights = torch.ones(scores.shape[-1], dtype=scores.dtype, device=scores.device)
         weights[nothing] = NO_OBJECT_WEIGHT
         return F.cross_entropy(scores.transpose(1, 2), targets, weights, reduction="sum")
-    hits = torch.zeros_like(scores)
+    hits, qualities = torch.zeros_like(scores), torch.zeros_like(scores)
     for image, (queries, places) in enumerate(assigned):
-        hits[image, queries, objects[image, places, 0].long()] = 1.0
+        classes = objects[image, places, 0].long()
+        hits[image, queries, classes] = 1.0
+        if loss.scores == "varifocal":
+            overlap = overlaps(corners(boxes[image, queries].detach()), objects[image, places, 1:5])
+            qualities[image, queries, classes] = overlap.to(scores.dtype)
+    if loss.scores == "varifocal":
+        weights = (1 - loss.alpha) * scores.detach().sigmoid() ** loss.gamma * (1 - hits) + qualities
+        return F.binary_cross_entropy_with_logits(scores, qualities, weights, reduction="sum")
     return focal_sum(scores, hits, alpha=loss.alpha, gamma=loss.gamma)
 
 

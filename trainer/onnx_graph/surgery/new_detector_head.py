@@ -164,6 +164,8 @@ def _adapt(
             continue
         old, now = read[0]
         results = list(node.output)
+        if node.op_type == "Expand" and _chooses_others(node, index, lengths):
+            continue
         if node.op_type in ("Reshape", "Expand"):
             old, now = _reshaped(node, index, (old, now), of_anchor)
         elif node.op_type == "Gather" and _takes_last_class(node, index, old):
@@ -172,6 +174,11 @@ def _adapt(
                 "among the boxes of each class alone: another number of classes cannot follow; leave model.num_classes "
                 "out and train the first classes of the file, or export it with as many as the data has"
             ]
+        elif node.op_type in ("Div", "Mod") and _array(node.input[1], index).tolist() in (old, [old]):
+            # of the number of a pair of box and class they make the number of its box and that of its class
+            if np.issubdtype(_array(node.input[1], index).dtype, np.integer):
+                _store(node, 1, 0, now, index)
+                continue
         elif node.op_type == "Split":
             # such as distances and classes
             sizes = _split_sizes(node, index)
@@ -203,6 +210,12 @@ def _takes_last_class(node: onnx.NodeProto, index: Index, length: int) -> bool:
     """Return whether a Gather takes the last entry of the axis with the classes, by a stored number."""
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
     return axis != 0 and length > 1 and _array(node.input[1], index).reshape(-1).tolist() == [length - 1]
+
+
+def _chooses_others(node: onnx.NodeProto, index: Index, lengths: Mapping[str, tuple[int, int]]) -> bool:
+    """Return whether the result says which of other values are chosen, such as the boxes of the best scores."""
+    readers = [reader for reader in index.readers[node.output[0]] if reader.op_type == "GatherElements"]
+    return any(reader.input[0] not in lengths for reader in readers)
 
 
 def _reshaped(
@@ -279,6 +292,9 @@ def _stored_lengths(node: onnx.NodeProto, slot: int, index: Index) -> Iterator[t
         # the other operands say which axis or which entry
         for position in range(len(maker.input) if maker.op_type == "Concat" else 1):
             yield from _stored_lengths(maker, position, index)
+    elif maker is not None and maker.op_type == "Where":
+        # of the lengths of an expansion those that are -1 are another's
+        yield from _stored_lengths(maker, 2, index)
     else:
         yield node, slot
 

@@ -34,6 +34,9 @@ SHARES = {"resize": "pad_grey", "mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}
 PIXELS: Mapping[str, Mapping[str, object]] = {
     "yolov5": SHARES,
     "yolov8": SHARES,
+    "yolov10": SHARES,
+    "yolo26": SHARES,
+    "yolo26_end2end": SHARES,
     "yolox": {**SHARES, "resize": "corner_grey", "scale": 1.0, "color": "bgr"},
     "fcos": {"resize": "corner_mean"},
     "retinanet": {"resize": "corner_mean"},

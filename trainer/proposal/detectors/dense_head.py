@@ -59,7 +59,10 @@ def recognise(raw: RawOutputs) -> DenseHead | None:
 
     A file may write boxes as they are coded, as YOLOX does by default: one with boxes, objectness and scores is that.
     """
+    is_one_to_one = "TopK" in raw.operators and "NonMaxSuppression" not in raw.operators
     for name, family in FAMILIES.items():
+        if family.one_to_one and not is_one_to_one:
+            continue
         # the first family whose decoding agrees
         for order, strides in itertools.product(_orders(raw.levels, family), raw.strides):
             outputs = tuple(level.names[place] for level in raw.levels for place in order)
@@ -68,6 +71,8 @@ def recognise(raw: RawOutputs) -> DenseHead | None:
                 loss = LossConfig.model_validate(given)
                 if boxes := _agrees(raw, family, loss):
                     reason = f"fed with random raw outputs, the file computes the boxes of {name}: {boxes}"
+                    if family.one_to_one:
+                        reason += ", the best of them chosen by TopK alone"
                     return DenseHead(loss, _num_classes(raw.levels[0], family, order, anchors), reason)
     return None
 

@@ -18,7 +18,7 @@ import onnxruntime
 
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.onnx_graph.files.external_ranges import array_of
-from onward.trainer.onnx_graph.files.index import Index, dims_of, names_read
+from onward.trainer.onnx_graph.files.index import Index, dims_of, names_read, nodes_of
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.graph_parts import part_between
 from onward.trainer.onnx_graph.outputs import is_numeric
@@ -59,6 +59,8 @@ class RawOutputs:
     """The part of the file behind the raw outputs."""
     fed: Mapping[str, Array]
     """Inputs of the file that its end reads too, as for their shapes."""
+    operators: frozenset[str]
+    """Of the end."""
 
     @property
     def scale(self) -> tuple[float, float]:
@@ -104,7 +106,8 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     try:
         start = find_image_start(model, names, fed[0], shape, folder) if len(dims) == 3 else None
         results = open_session(part_between(model, names, ()), base=folder).run(names, feed)
-        end = open_session(part_between(model, [value.name for value in model.graph.output], names), base=folder)
+        behind = part_between(model, [value.name for value in model.graph.output], names)
+        end = open_session(behind, base=folder)
     except Exception:  # onnxruntime's errors have no common base class: `onward doctor` says why it does not run
         return None
     # tensors of one size of grid are one level
@@ -116,7 +119,8 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     shares = tuple(width / level.width for level in levels)
     strides = (powers, shares) if all(powers) and powers != shares else (shares,)
     size = start.filled if start else (width, height)
-    return RawOutputs(levels, strides, size, shape[-2:], start, end, kept) if levels else None
+    operators = frozenset(node.op_type for node in nodes_of(behind.graph))
+    return RawOutputs(levels, strides, size, shape[-2:], start, end, kept, operators) if levels else None
 
 
 def _last_layers(index: Index, outputs: Sequence[str], folder: Path) -> list[str]:

@@ -8,15 +8,19 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
+from onward.trainer.model.losses.dense_heads.families import dense_detections
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.graph_parts import part_between
 from onward.trainer.onnx_graph.surgery.surgery import apply_surgery
 from onward.trainer.proposal.detectors.dense_head import recognise
 from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs
-from tests.support.detectors import CLASSES, HEADS, SIDE, detector_file
+from tests.support.detectors import CLASSES, HEADS, SIDE, STRIDES, detector_file
 
 IMAGE = np.random.default_rng(0).random((1, 3, SIDE, SIDE), np.float32)
 
@@ -57,9 +61,28 @@ def test_the_file_computes_its_boxes_as_before_and_has_other_classes(family: str
     elif family in ("yolov5", "yolox"):
         before, after = (open_session(each).run(["found"], {"image": IMAGE})[0][..., :5] for each in (model, other))
         np.testing.assert_allclose(before, after, rtol=1e-6)
-    elif family == "yolov8":
+    elif family in ("yolov8", "yolo26"):
         before, after = (open_session(each).run(["found"], {"image": IMAGE})[0][:, :4] for each in (model, other))
         np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize(("before", "classes"), [(2, 1), (4, 7)])
+@pytest.mark.parametrize("family", ["yolov10", "yolo26_end2end"])
+def test_a_file_that_chooses_pairs_of_box_and_class_knows_the_other_classes(
+    family: str, before: int, classes: int
+) -> None:
+    """Also where boxes have as many numbers as there are classes."""
+    model = detector_file(family)
+    outputs = raw_names(model)
+    model = changed(changed(model, family, outputs, before), family, outputs, classes)
+    raw = open_session(part_between(model, outputs, ())).run(None, {"image": IMAGE})
+    loss = LossConfig.model_validate({"name": family, "output": outputs, "strides": STRIDES, "ignore_index": -100})
+    (wanted,) = dense_detections([torch.from_numpy(value) for value in raw], loss)
+    (found,) = open_session(model).run(["found"], {"image": IMAGE})[0]
+    assert found[:, 5].max() == classes - 1
+    np.testing.assert_allclose(found[:, 4], wanted[: len(found), 1], rtol=1e-5)
+    np.testing.assert_array_equal(found[:, 5], wanted[: len(found), 0])
+    np.testing.assert_allclose(found[:, :4], wanted[: len(found), 2:] * SIDE, rtol=1e-3, atol=1e-3)
 
 
 def test_only_channels_of_classes_begin_anew_with_rare_classes() -> None:

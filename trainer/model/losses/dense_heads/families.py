@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from onward.trainer.config.loss_rules import LOSS_RULES, LossRule
+from onward.trainer.config.loss_rules import LOSS_RULES, LossName, LossRule
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.model.losses.dense_heads import (
     anchor_overlap,
@@ -46,16 +47,34 @@ class Family:
     """Whether files leave the decoding to their users."""
     keeps_all: bool = False
     """Whether boxes that overlap are kept, as where only the greatest score of some cells is left."""
+    one_to_one: bool = False
+    """Whether it has one prediction for each object, so that its files choose boxes by TopK alone."""
 
     def head(self, outputs: Sequence[Tensor], loss: LossConfig) -> Head:
         """Return the raw outputs [B, channels, H, W] as one table."""
         return read_head(outputs, loss, offset=self.offset)
 
 
+def _task_aligned(name: LossName, best: int = task_aligned.BEST, kept: int = task_aligned.BEST) -> Family:
+    loss = functools.partial(task_aligned.loss, best=best, kept=kept)
+    is_one = best < task_aligned.BEST
+    return Family(
+        LOSS_RULES[name],
+        task_aligned.OFFSET,
+        task_aligned.decode,
+        task_aligned.confidence,
+        loss,
+        keeps_all=is_one,
+        one_to_one=is_one,
+    )
+
+
 FAMILIES: Mapping[str, Family] = {
-    "yolov8": Family(
-        LOSS_RULES["yolov8"], task_aligned.OFFSET, task_aligned.decode, task_aligned.confidence, task_aligned.loss
-    ),
+    # before the others, whose boxes are coded alike
+    "yolov10": _task_aligned("yolov10", best=1),
+    "yolo26_end2end": _task_aligned("yolo26_end2end", best=7, kept=1),
+    "yolov8": _task_aligned("yolov8"),
+    "yolo26": _task_aligned("yolo26"),
     "yolov5": Family(
         LOSS_RULES["yolov5"],
         anchor_ratio.OFFSET,

@@ -58,7 +58,7 @@ def file_precision(
     for measure in measures:
         measure.first = measures[0]
     try:
-        for found, labels in _found(_WholeFile(file, part, data, loss), data, place):
+        for found, labels in _found(WholeFile(file, part, data, loss), data, place):
             measures[0].add([found], labels, loss)
         values = {measure.key: measure.value((), measure.lists(), 1) for measure in measures}
     except Exception as error:  # onnxruntime's errors have no common base class, and the file is exported
@@ -69,19 +69,19 @@ def file_precision(
     return {f"{data.split}/{title}{OF_FILE}/{name}": value for name, value in values.items()}, ""
 
 
-def _found(whole: _WholeFile, data: EvaluationData, place: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _found(whole: WholeFile, data: EvaluationData, place: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield of each image what the file has found [n, 6], and the labels [1, objects x 6]. place: of the loss."""
     detections: FileDetections | None = None
     for batch in data.batches():
         labels = batch.labels[place]
         assert labels is not None
-        size = _image_size(batch.inputs)
+        size = image_size(batch.inputs)
         detections = detections or whole.recognise(batch, size)
         for row in range(batch.size):
             yield detections.read(whole.outputs(batch, row), size), labels[row : row + 1]
 
 
-class _WholeFile:
+class WholeFile:
     """A file with all of its own outputs but the raw ones."""
 
     def __init__(
@@ -95,8 +95,8 @@ class _WholeFile:
         self._model = fp32_copy(file) if in_half_precision(model) else model
         outputs = [value.name for value in model.graph.output]
         self._places = [place for place, name in enumerate(outputs) if name not in loss.outputs]
-        self._outputs = [outputs[place] for place in self._places]
-        if not self._outputs:
+        self.names = [outputs[place] for place in self._places]
+        if not self.names:
             raise UnsupportedModel("the outputs of the file are the raw outputs, which its users decode")
         rows = data.file_rows
         if rows:
@@ -118,7 +118,7 @@ class _WholeFile:
         named = dict(zip(self._part.outputs, raw, strict=True))
         shapes = [(1, *named[name].shape[1:]) for name in self._loss.outputs]
         repeats = len(raw[0])  # a fixed batch size
-        end = open_session(part_between(self._model, self._outputs, self._loss.outputs), base=self._base)
+        end = open_session(part_between(self._model, self.names, self._loss.outputs), base=self._base)
         fed = self._runner.feed(one)
         beside = {value.name: fed[value.name] for value in end.get_inputs() if value.name not in self._loss.outputs}
 
@@ -130,7 +130,7 @@ class _WholeFile:
         return recognise(run, shapes, self._loss, size)
 
 
-def _image_size(inputs: Sequence[Tensor]) -> tuple[int, int]:
+def image_size(inputs: Sequence[Tensor]) -> tuple[int, int]:
     """Return width and height of the images, the first input [B, C, H, W] or [B, H, W, C]."""
     image = next((each for each in inputs if each.ndim == 4), None)
     if image is None:

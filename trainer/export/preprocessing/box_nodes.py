@@ -102,7 +102,8 @@ def box_outputs(
 ) -> list[BoxOutput]:
     """Return the outputs that hold the boxes of a trained detector; [] where no loss is one of boxes.
 
-    box_column: the column of boxes; "" = there is none. Raises ExportRefused for places in the image whose form is not known.
+    box_column: the column of boxes; "" = there is none. Raises ExportRefused for places in the image whose form is not
+    known.
     """
     found = list[BoxOutput]()
     for loss in losses:

@@ -176,6 +176,7 @@ def test_the_record_of_an_export_has_both_before_and_after_and_so_has_a_comparis
     model = detector_file("yolov8")
     annotate(tmp_path, pictures(tmp_path, 12))
     loss = loss_of("yolov8", model)
+    model.metadata_props.add(key="names", value="{0: 'cat', 1: 'dog'}")
     run = make_run(
         tmp_path / "run",
         model,
@@ -198,6 +199,7 @@ def test_the_record_of_an_export_has_both_before_and_after_and_so_has_a_comparis
     assert exported.before.keys() == exported.after.keys() == names
     assert exported.after["evaluation/file/map"] == pytest.approx(exported.after["evaluation/map"], abs=1e-6)
     assert exported.file_not_measured == ""
+    assert [entry.value for entry in onnx.load(exported.path).metadata_props] == ["{0: 'red', 1: 'green'}"]
     config = read_config(run)
     comparison = compare(config, exported, config.model.path, evaluation_data(run))
     assert comparison.served == exported.before

@@ -46,27 +46,38 @@ def file_precision(
     part: the trained part of the same file. metrics: those of the run. Returns {} and "" where no detector with a grid
     is trained. Raises nothing: a file that is not understood is no error.
     """
-    losses = data.new_metrics(part.outputs).losses
-    dense = [place for place, loss in enumerate(losses.each) if loss.config.rule.has_grid]
-    if not dense:
-        return {}, ""
-    place = dense[0]
-    loss = losses.each[place].config
-    measures = [MeanPrecision(each, CPU) for each in metrics_of(loss, metrics)]
-    if not measures:
-        return {}, ""
-    for measure in measures:
-        measure.first = measures[0]
     try:
-        for found, labels in _found(WholeFile(file, part, data, loss), data, place):
-            measures[0].add([found], labels, loss)
-        values = {measure.key: measure.value((), measure.lists(), 1) for measure in measures}
+        measures = file_measures(file, part, data, metrics)
     except Exception as error:  # onnxruntime's errors have no common base class, and the file is exported
         reason = str(error) if isinstance(error, UnsupportedModel) else f"{type(error).__name__}: {error}"
         log.warning("map is that of the raw outputs, and not that of the whole file: %s", reason)
         return {}, reason
+    values = {name: measure.value((), measure.lists(), 1) for name, measure in measures.items()}
+    return {f"{data.split}/{name}": value for name, value in values.items()}, ""
+
+
+def file_measures(
+    file: ModelFile | onnx.ModelProto, part: OnnxRunner, data: EvaluationData, metrics: Sequence[MetricConfig]
+) -> dict[str, MeanPrecision]:
+    """Return `file/<name>` -> the metric, which has seen all rows; {} where no detector with a grid is trained.
+
+    The first one keeps what was found. Raises UnsupportedModel with the reason, and the errors of onnxruntime.
+    """
+    losses = data.new_metrics(part.outputs).losses
+    dense = [place for place, loss in enumerate(losses.each) if loss.config.rule.has_grid]
+    if not dense:
+        return {}
+    place = dense[0]
+    loss = losses.each[place].config
+    measures = [MeanPrecision(each, CPU) for each in metrics_of(loss, metrics)]
+    if not measures:
+        return {}
+    for measure in measures:
+        measure.first = measures[0]
+    for found, labels in _found(WholeFile(file, part, data, loss), data, place):
+        measures[0].add([found], labels, loss)
     title = f"{losses.titles[place]}/" if len(losses.each) > 1 else ""
-    return {f"{data.split}/{title}{OF_FILE}/{name}": value for name, value in values.items()}, ""
+    return {f"{title}{OF_FILE}/{measure.key}": measure for measure in measures}
 
 
 def _found(whole: WholeFile, data: EvaluationData, place: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -220,7 +220,7 @@ def make_variant(run: RunDir, kind: str, *, folder: Path) -> int:
     if kind == "with_preprocessing":
         from onward.trainer.export.preprocessing.with_preprocessing import write_with_preprocessing
 
-        made = variants.kept_if_written(kind, exported.path, partial(write_with_preprocessing, run, exported))
+        made = variants.kept_if_written(kind, exported.path, partial(write_with_preprocessing, run, exported, data))
     else:
         read = tuple(filter(None, config.model.outputs))
         made = variants.make_variant(kind, exported.path, data=data, tolerance=tolerance, losses=losses, read=read)

@@ -31,6 +31,7 @@ import onnx
 import torch
 from torch import Tensor
 
+from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images.image_inputs import image_inputs
@@ -52,12 +53,14 @@ from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.measuring.samples import WorstSamples
 from onward.trainer.export.model_file import ModelFile, beside_its_data, trained_part
 from onward.trainer.export.preprocessing.given_form import GivenFile, difference_of_forms
+from onward.trainer.export.preprocessing.preprocessing_file import class_names
 from onward.trainer.export.run_as_read import RunAsRead
 from onward.trainer.export.variants.quantize_aware import integer_kernels
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
 from onward.trainer.onnx_graph.files.index import all_names
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
+from onward.trainer.onnx_graph.surgery.class_names import write_class_names
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
 from onward.trainer.onnx_graph.surgery.quantizing import store_integers
 from onward.trainer.onnx_graph.surgery.row_layout import rows_first
@@ -109,6 +112,7 @@ def export(
     examines = config.monitor.report and folder == run.export  # an export elsewhere is no result of the run
     trainable = open_trainable(config, source=opened.source)
     original = trainable.model
+    _name_classes(original, config.losses, config.model.num_classes, data)
     kept = tuple(filter(None, (*begin_at_numbers(original, config.model).start, *config.model.outputs)))
     # the tensors between which is trained must keep their names, so that this part can be cut out of the result
     if not config.export.strip_training:
@@ -183,6 +187,17 @@ def export(
     if examines:
         examine(opened, data, exported, samples, (untrained, runner), written.proto, folder)
     return exported
+
+
+def _name_classes(model: onnx.ModelProto, losses: Sequence[LossConfig], replaced: int, data: EvaluationData) -> None:
+    """Write the class names of the data into the metadata, where all losses of classes have the same ones."""
+    fitted = data.rows.fitted if data.rows else {}
+    of_classes = [loss for loss in losses if loss.has_classes or loss.rule.labels == "objects"]
+    found = {class_names(loss, fitted) for loss in of_classes}
+    names = found.pop() if len(found) == 1 else ()
+    # of numbers the data has no names
+    names = () if all(name.isdecimal() for name in names) else names
+    write_class_names(model, names, replaced=replaced, background=any(loss.rule.background for loss in of_classes))
 
 
 def _cost_of_helpers(written: ModelFile, runner: OnnxRunner) -> str:

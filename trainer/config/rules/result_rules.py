@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from onward.trainer.config.loss_rules import LossRule
 from onward.trainer.config.losses import LossConfig, filled
+from onward.trainer.config.metric_names import METRICS
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import MetricConfig, evaluation_names, is_library, names_of_file
 from onward.trainer.config.sections.model import ModelConfig
@@ -66,7 +67,9 @@ def promotion(
     # the last part is the key of the metric, behind the evaluation and the output
     metric = (given.metric or checkpoint.best_metric).rpartition("/")[2]
     measured = [each for each in metrics if each.key == metric]
-    is_no_sum = any(is_library(each) or each.name == "retrieval_accuracy" for each in measured)
+    # of detected objects, what is matched in each image is counted
+    others = [each for each in measured if METRICS[each.name].tasks != ("objects",)]
+    is_no_sum = any(is_library(each) or each.name == "retrieval_accuracy" for each in others)
     if given.confidence and is_no_sum:
         yield (
             f"export.promote_if.confidence {given.confidence:g} resamples rows, but {metric} is no sum over targets; "

@@ -147,7 +147,7 @@ class PromoteConfig(Section):
     """The new file must be better by more than this, in the unit of the metric."""
     confidence: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """0.95 = the 95 % interval of the difference must lie above `margin`, by a paired bootstrap over the rows; 0 = the
-    difference itself decides. For the loss and metrics that are sums over targets: accuracy, top_5, mae, ..."""
+    difference itself decides. For map, the loss and metrics that are sums over targets: accuracy, mae, ..."""
     approval_hours: SecondsOrZero = 0.0
     """Ask in Prefect before the alias moves, and wait so long for an answer; 0 = do not ask."""
 

@@ -4,15 +4,15 @@
                       --model.onnx--> metrics       `export.promote_if.confidence`, an interval of the gain
 
 The interval is that of a paired bootstrap (Efron and Tibshirani 1993, chapter 13): rows are drawn with replacement, the
-same ones for both files, and the metric is computed anew from the sums of these rows. So rows that are difficult for
-both files widen it little.
+same ones for both files, and the metric is computed anew from the sums of these rows, or from what is matched in these
+images (resampled_precision.py). So rows that are difficult for both files widen it little.
 """
 
 from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.metrics import OF_FILE, MetricConfig
 from onward.trainer.data.schema.signature import Signature, TensorInfo, read_signature
 from onward.trainer.errors import OnwardError, UnsupportedModel
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
-from onward.trainer.export.measuring.file_precision import file_precision
+from onward.trainer.export.measuring.file_precision import file_measures, file_precision
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile, trained_part
+from onward.trainer.model.metrics.resampled_precision import ResampledPrecision
 from onward.trainer.run.records import Comparison, ExportedModel
 
 log = logging.getLogger(__name__)
@@ -60,9 +62,8 @@ def compare(config: RunConfig, exported: ExportedModel, served: Path, data: Eval
                 raise UnsupportedModel(reason or exported.file_not_measured)
             interval = None
             if confidence:
-                (template, before), (_, after) = (x.row_totals() for x in (theirs, runner(exported.path, "new")))
-                name = metric.partition("/")[2]
-                interval = gain_interval(before, after, lambda totals: template.of_totals(totals)[name], confidence)
+                files = (served, theirs), (exported.path, runner(exported.path, "new"))
+                interval = _interval(files, data, config.metrics, metric.partition("/")[2], confidence)
         except (OnwardError, ValueError, KeyError, RuntimeError) as error:
             log.warning("the served file cannot be evaluated on these rows: %s", error)
             return found.model_copy(update={"refused": f"{type(error).__name__}: {error}"})
@@ -73,21 +74,55 @@ def compare(config: RunConfig, exported: ExportedModel, served: Path, data: Eval
     return found.model_copy(update={"served": metrics, "gain": gain, "interval": interval})
 
 
-def gain_interval(
-    served: Tensor, new: Tensor, value: Callable[[Tensor], float], confidence: float
+def _interval(
+    files: Sequence[tuple[Path, OnnxRunner]],
+    data: EvaluationData,
+    metrics: Sequence[MetricConfig],
+    name: str,
+    confidence: float,
 ) -> tuple[float, float]:
-    """Return the interval of value(new) - value(served) under a paired bootstrap over the rows.
+    """Return `gain_interval` of a metric. files: the served one and the new one, each with its trained part."""
+    precisions = [_resampled(path, part, data, metrics, name) for path, part in files]
+    before, after = precisions
+    if before and after:
+        own = before.value, after.value
+        return gain_interval(before.num_images, lambda times: own[1](times.numpy()) - own[0](times.numpy()), confidence)
+    (template, old), (_, new) = (part.row_totals() for _, part in files)
 
-    served, new: the totals of each row, fp64 [rows, n]. The rows drawn depend on their number alone.
+    def value(totals: Tensor) -> float:
+        return template.of_totals(totals)[name]
+
+    return gain_interval(len(old), lambda times: value(times @ new) - value(times @ old), confidence)
+
+
+def _resampled(
+    path: Path, part: OnnxRunner, data: EvaluationData, metrics: Sequence[MetricConfig], name: str
+) -> ResampledPrecision | None:
+    """Return a mean average precision of a file on drawn images; None for a metric of another kind."""
+    template = data.new_metrics(part.outputs)
+    measure = template.precision(name)
+    if measure:
+        part.evaluate(metrics=template)
+    elif name.rpartition("/")[0].endswith(OF_FILE):
+        measure = file_measures(ModelFile.read(path), part, data, metrics)[name]
+    return ResampledPrecision(measure) if measure else None
+
+
+def gain_interval(rows: int, gain: Callable[[Tensor], float], confidence: float) -> tuple[float, float]:
+    """Return the interval of a gain under a paired bootstrap over the rows.
+
+    gain: how much greater a metric is of the new file than of the served one, if each row counts so many times, fp64
+    [rows]. The rows drawn depend on their number alone.
     """
     generator = torch.Generator().manual_seed(0)
     gains = []
     for _ in range(RESAMPLES):
-        drawn = torch.randint(len(served), (len(served),), generator=generator)
-        times = torch.bincount(drawn, minlength=len(served)).double()
-        gains.append(value(times @ new) - value(times @ served))
+        drawn = torch.randint(rows, (rows,), generator=generator)
+        gains.append(gain(torch.bincount(drawn, minlength=rows).double()))
     tail = (1 - confidence) / 2
-    low, high = torch.tensor(gains, dtype=torch.float64).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
+    # images that are drawn may have no object, and then no gain
+    ends = torch.tensor([tail, 1 - tail], dtype=torch.float64)
+    low, high = torch.tensor(gains, dtype=torch.float64).nanquantile(ends)
     return float(low), float(high)
 
 

@@ -46,42 +46,53 @@ def file_precision(
     part: the trained part of the same file. metrics: those of the run. Returns {} and "" where no detector with a grid
     is trained. Raises nothing: a file that is not understood is no error.
     """
-    losses = data.new_metrics(part.outputs).losses
-    dense = [place for place, loss in enumerate(losses.each) if loss.config.rule.has_grid]
-    if not dense:
-        return {}, ""
-    place = dense[0]
-    loss = losses.each[place].config
-    measures = [MeanPrecision(each, CPU) for each in metrics_of(loss, metrics)]
-    if not measures:
-        return {}, ""
-    for measure in measures:
-        measure.first = measures[0]
     try:
-        for found, labels in _found(_WholeFile(file, part, data, loss), data, place):
-            measures[0].add([found], labels, loss)
-        values = {measure.key: measure.value((), measure.lists(), 1) for measure in measures}
+        measures = file_measures(file, part, data, metrics)
     except Exception as error:  # onnxruntime's errors have no common base class, and the file is exported
         reason = str(error) if isinstance(error, UnsupportedModel) else f"{type(error).__name__}: {error}"
         log.warning("map is that of the raw outputs, and not that of the whole file: %s", reason)
         return {}, reason
+    values = {name: measure.value((), measure.lists(), 1) for name, measure in measures.items()}
+    return {f"{data.split}/{name}": value for name, value in values.items()}, ""
+
+
+def file_measures(
+    file: ModelFile | onnx.ModelProto, part: OnnxRunner, data: EvaluationData, metrics: Sequence[MetricConfig]
+) -> dict[str, MeanPrecision]:
+    """Return `file/<name>` -> the metric, which has seen all rows; {} where no detector with a grid is trained.
+
+    The first one keeps what was found. Raises UnsupportedModel with the reason, and the errors of onnxruntime.
+    """
+    losses = data.new_metrics(part.outputs).losses
+    dense = [place for place, loss in enumerate(losses.each) if loss.config.rule.has_grid]
+    if not dense:
+        return {}
+    place = dense[0]
+    loss = losses.each[place].config
+    measures = [MeanPrecision(each, CPU) for each in metrics_of(loss, metrics)]
+    if not measures:
+        return {}
+    for measure in measures:
+        measure.first = measures[0]
+    for found, labels in _found(WholeFile(file, part, data, loss), data, place):
+        measures[0].add([found], labels, loss)
     title = f"{losses.titles[place]}/" if len(losses.each) > 1 else ""
-    return {f"{data.split}/{title}{OF_FILE}/{name}": value for name, value in values.items()}, ""
+    return {f"{title}{OF_FILE}/{measure.key}": measure for measure in measures}
 
 
-def _found(whole: _WholeFile, data: EvaluationData, place: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _found(whole: WholeFile, data: EvaluationData, place: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield of each image what the file has found [n, 6], and the labels [1, objects x 6]. place: of the loss."""
     detections: FileDetections | None = None
     for batch in data.batches():
         labels = batch.labels[place]
         assert labels is not None
-        size = _image_size(batch.inputs)
+        size = image_size(batch.inputs)
         detections = detections or whole.recognise(batch, size)
         for row in range(batch.size):
             yield detections.read(whole.outputs(batch, row), size), labels[row : row + 1]
 
 
-class _WholeFile:
+class WholeFile:
     """A file with all of its own outputs but the raw ones."""
 
     def __init__(
@@ -95,8 +106,8 @@ class _WholeFile:
         self._model = fp32_copy(file) if in_half_precision(model) else model
         outputs = [value.name for value in model.graph.output]
         self._places = [place for place, name in enumerate(outputs) if name not in loss.outputs]
-        self._outputs = [outputs[place] for place in self._places]
-        if not self._outputs:
+        self.names = [outputs[place] for place in self._places]
+        if not self.names:
             raise UnsupportedModel("the outputs of the file are the raw outputs, which its users decode")
         rows = data.file_rows
         if rows:
@@ -118,7 +129,7 @@ class _WholeFile:
         named = dict(zip(self._part.outputs, raw, strict=True))
         shapes = [(1, *named[name].shape[1:]) for name in self._loss.outputs]
         repeats = len(raw[0])  # a fixed batch size
-        end = open_session(part_between(self._model, self._outputs, self._loss.outputs), base=self._base)
+        end = open_session(part_between(self._model, self.names, self._loss.outputs), base=self._base)
         fed = self._runner.feed(one)
         beside = {value.name: fed[value.name] for value in end.get_inputs() if value.name not in self._loss.outputs}
 
@@ -130,7 +141,7 @@ class _WholeFile:
         return recognise(run, shapes, self._loss, size)
 
 
-def _image_size(inputs: Sequence[Tensor]) -> tuple[int, int]:
+def image_size(inputs: Sequence[Tensor]) -> tuple[int, int]:
     """Return width and height of the images, the first input [B, C, H, W] or [B, H, W, C]."""
     image = next((each for each in inputs if each.ndim == 4), None)
     if image is None:

@@ -151,13 +151,16 @@ class OnnxRunner:
         problems = exact.compare(module, batches=batches, tolerance=tolerance)
         return Measured(problems, exact.parity, self.difference_from(exact, batches=batches))
 
-    def evaluate(self, *also: Callable[[Sequence[Tensor], Batch, int, int], None]) -> dict[str, float]:
+    def evaluate(
+        self, *also: Callable[[Sequence[Tensor], Batch, int, int], None], metrics: EvaluationMetrics | None = None
+    ) -> dict[str, float]:
         """Return loss and metrics over all rows of the split, as `<split>/<name>`.
 
-        also: what is called with the outputs of the rows [start, stop) of a batch, the batch, start and stop. If the
-        file has a fixed batch size and computes its own loss, the rows repeated to fill its last batch count.
+        metrics: what measures them; None = new ones. also: what is called with the outputs of the rows [start, stop) of
+        a batch, the batch, start and stop. If the file has a fixed batch size and computes its own loss, the rows
+        repeated to fill its last batch count.
         """
-        metrics = self._data.new_metrics(self.outputs)
+        metrics = metrics or self._data.new_metrics(self.outputs)
         for batch in self._data.batches():
             for start, stop in self._slices(batch.size):
                 labels = [None if each is None else each[start:stop] for each in batch.labels]

@@ -39,6 +39,14 @@ def fitted_pixels(how: ImageInput, raw: str, nodes: GraphExtender) -> str:
     return _Fitting(how, nodes).pixels(raw)
 
 
+def begin_and_factors(how: ImageInput, raw: str, nodes: GraphExtender) -> tuple[str, str]:
+    """Add the nodes that say where the fitted pixels come from, double [2] each, x first.
+
+    The place of their first one in the resized image, and the pixels of `raw` for each of the resized image.
+    """
+    return _Fitting(how, nodes).begin_and_factors(raw)
+
+
 class _Fitting:
     """Adds the nodes of one input. Sizes and places are scalars of type double, all values names in the graph."""
 
@@ -48,8 +56,7 @@ class _Fitting:
 
     def pixels(self, raw: str) -> str:
         """Return the fitted pixels of `raw`."""
-        shape = self._op("Shape", raw)
-        height, width = (self._double(self._op("Gather", shape, self._integer(axis))) for axis in (1, 2))
+        height, width = self._sides(raw)
         rows, columns = self._resized(height, width)
         x = self._double(self._op("Transpose", raw, perm=[0, 3, 1, 2]))
         down, is_row = self._weights(height, rows, self._how.height)
@@ -67,6 +74,17 @@ class _Fitting:
             color = np.array(self._how.border_color, np.float64).reshape(-1, 1, 1)
             x = self._op("Where", self._op("And", is_row, is_column), x, self._stored(color))
         return self._op("Cast", x, to=TensorProto.FLOAT)
+
+    def begin_and_factors(self, raw: str) -> tuple[str, str]:
+        height, width = self._sides(raw)
+        rows, columns = self._resized(height, width)
+        one = self._nodes.constant([1])
+        begins = self._begin(columns, self._how.width), self._begin(rows, self._how.height)
+        factors = self._op("Div", width, columns), self._op("Div", height, rows)
+        begin, factor = (
+            self._op("Concat", *(self._op("Reshape", each, one) for each in pair), axis=0) for pair in (begins, factors)
+        )
+        return begin, factor
 
     def _rows_first(self, old: tuple[str, str], new: tuple[str, str]) -> str:
         """Return whether Pillow computes rows before columns: of images that lose many rows (since release 13), or
@@ -88,6 +106,18 @@ class _Fitting:
         return inner._nodes.graph
 
     # -- sizes
+
+    def _sides(self, raw: str) -> tuple[str, str]:
+        """Return height and width of pixels [N, H, W, C]."""
+        shape = self._op("Shape", raw)
+        height, width = (self._double(self._op("Gather", shape, self._integer(axis))) for axis in (1, 2))
+        return height, width
+
+    def _begin(self, new: str, wanted: int) -> str:
+        """Return where the centre `wanted` begins in `new`, or the corner; below 0 with a border."""
+        if self._how.is_in_corner:
+            return self._number(0.0)
+        return self._op("Round", self._op("Mul", self._add(new, -float(wanted)), self._number(0.5)))
 
     def _resized(self, height: str, width: str) -> tuple[str, str]:
         """Return the height and width to which the whole image is resized."""
@@ -125,10 +155,7 @@ class _Fitting:
 
         Rows outside of it are 0: black borders.
         """
-        at = self._stored(np.arange(wanted, dtype=np.float64)[:, None])
-        if not self._how.is_in_corner:
-            begin = self._op("Round", self._op("Mul", self._add(new, -float(wanted)), self._number(0.5)))
-            at = self._op("Add", begin, at)
+        at = self._op("Add", self._begin(new, wanted), self._stored(np.arange(wanted, dtype=np.float64)[:, None]))
         inside = self._op(
             "And", self._op("Greater", at, self._number(-0.5)), self._op("Less", at, self._add(new, -0.5))
         )

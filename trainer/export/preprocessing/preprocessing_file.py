@@ -5,7 +5,7 @@ configuration, manifest of the shards, signature  ->  FOLDER/preprocessing.json,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -224,10 +224,7 @@ def _tokenizer(text: TextColumns, model: ModelConfig, limit: int | None) -> Toke
 def _outputs(losses: Sequence[LossConfig], manifest: ShardManifest, signature: Signature) -> Iterator[OutputMeaning]:
     for loss in losses:
         output = signature.output(loss.outputs[0])
-        classes: tuple[str, ...] = ()
-        if loss.has_classes:
-            fitted = [manifest.fitted[name] for name in loss.columns if name in manifest.fitted]
-            classes = fitted[0].classes if fitted else ()
+        classes = class_names(loss, manifest.fitted) if loss.has_classes else ()
         yield OutputMeaning(
             name=output.name if output else loss.outputs[0],
             loss=str(loss.name),
@@ -235,3 +232,9 @@ def _outputs(losses: Sequence[LossConfig], manifest: ShardManifest, signature: S
             label=loss.columns,
             classes=classes,
         )
+
+
+def class_names(loss: LossConfig, fitted: Mapping[str, Fitted]) -> tuple[str, ...]:
+    """Return the names of the classes in the order of the scores; () if the data has none."""
+    found = [fitted[name].classes for name in loss.columns if name in fitted]
+    return found[0] if found else ()

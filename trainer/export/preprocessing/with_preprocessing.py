@@ -5,8 +5,9 @@
     city    string [N]           --LabelEncoder---------------------------->   c int64 [N]                 --> the file
 
 Images have any size, one in a batch. Raw inputs have the names of the columns, with _2 behind where the graph has a
-tensor of that name. Inputs without preprocessing stay. The trained file itself is not changed; this is a second one,
-whose outputs on evaluation rows, read from the source again, are compared with those of the first.
+tensor of that name. Inputs without preprocessing stay. The boxes of a detector are those of the pixels that were given
+(box_nodes.py). The trained file itself is not changed; this is a second one, whose outputs on evaluation rows, read
+from the source again, are compared with those of the first.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.measuring.differences import relative_difference
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.latency import latency_ratio
 from onward.trainer.export.measuring.raw_rows import read_raw_rows
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.preprocessing import image_nodes
+from onward.trainer.export.preprocessing.box_nodes import box_outputs
 from onward.trainer.export.preprocessing.image_nodes import fitted_pixels
 from onward.trainer.export.preprocessing.preprocessing_file import describe
 from onward.trainer.onnx_graph.files.index import length_of
@@ -53,19 +56,30 @@ COMPARED_ROWS = 64
 COMPARED_IMAGES = 32
 
 
-def write_with_preprocessing(run: RunDir, exported: ExportedModel, target: Path) -> tuple[float, float]:
+def write_with_preprocessing(
+    run: RunDir, exported: ExportedModel, data: EvaluationData, target: Path
+) -> tuple[float, float]:
     """Write the file with its preprocessing to `target`; return (greatest relative difference on evaluation rows, its
     time for the first of them over that of the file without).
 
-    Raises ExportRefused when the preprocessing cannot be written as nodes, or the outputs differ by more than
-    `export.tolerance`; DataError when the source cannot be read any more.
+    data: the evaluation rows, by which the form of a detector's boxes is found. Raises ExportRefused when the
+    preprocessing cannot be written as nodes, or the outputs differ by more than `export.tolerance`; DataError when the
+    source cannot be read any more.
     """
     config = read_config(run)
     signature = read_training_signature(read_config(run).model)
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
     recipe = describe(config.data, config.losses, config.model, manifest, signature, exported)
-    model = ModelFile.read(exported.path).with_external_data()
+    file = ModelFile.read(exported.path)
+    model = file.with_external_data()
     names = add_preprocessing(model, recipe)
+    box_column = config.data.image.box_column if config.data.image else ""
+    boxes = {output.name: output for output in box_outputs(file, config.losses, data, box_column)}
+    pictures = [how for how in recipe.inputs.values() if isinstance(how, ImageInput)]
+    if boxes and len(pictures) != 1:
+        raise ExportRefused(f"the boxes are of one image, but {len(pictures)} inputs are images")
+    for output in boxes.values():
+        output.add_nodes(pictures[0], names[pictures[0].column], model.graph)
     write_whole(model, target)
     onnx.checker.check_model(str(target), full_check=True)
     # one thread: the latency of both is compared
@@ -80,7 +94,10 @@ def write_with_preprocessing(run: RunDir, exported: ExportedModel, target: Path)
         given = {info.name: tensor.numpy() for info, tensor in zip(signature.inputs, batch.inputs, strict=False)}
         feeds = [_fed(session, given | raw) for session in sessions]
         results = [session.run(None, feed) for session, feed in zip(sessions, feeds, strict=True)]
-        compared += [relative_difference(ours, theirs)[0] for ours, theirs in zip(*results, strict=True)]
+        for value, ours, theirs in zip(model.graph.output, *results, strict=True):
+            if value.name in boxes:
+                ours = boxes[value.name].in_original(ours, raw[names[pictures[0].column]].shape[1:3], pictures[0])
+            compared.append(relative_difference(ours, theirs)[0])
         latency = latency or [latency_ratio(sessions, feeds)]
         rows += len(np.unique(numbers))
     worst = float(np.max(compared))  # NaN if one is

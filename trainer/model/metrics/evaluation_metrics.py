@@ -112,6 +112,15 @@ class EvaluationMetrics:
         values = [metrics.values(sums, lists, on_first_rank=False) for metrics in self._each]
         return self._named(values) | self._distillation(next(sums))
 
+    def precision(self, name: str) -> MeanPrecision | None:
+        """Return what measures a mean average precision, by the name that `compute` returns; None for other metrics."""
+        titles = [""] if len(self._each) == 1 else [f"{title}/" for title in self.losses.titles]
+        for title, own in zip(titles, self._each, strict=True):
+            for measure in own.precision_measures:
+                if name == f"{title}{measure.key}":
+                    return measure
+        return None
+
     def _states(self) -> list[Tensor]:
         return [*(state for metrics in self._each for state in metrics.sums()), self._soft]
 
@@ -181,6 +190,11 @@ class _LossMetrics:
         # of each term the number of targets (or of their weights), and the loss; fp64 counts exactly, and one NaN makes
         # a sum NaN
         self._totals = torch.zeros(2, loss.config.num_terms, dtype=torch.float64, device=device)
+
+    @property
+    def precision_measures(self) -> list[MeanPrecision]:
+        """The metrics of detected objects."""
+        return [measure for _, measure in self._measures if isinstance(measure, MeanPrecision)]
 
     @property
     def precisions(self) -> list[ClassPrecision]:

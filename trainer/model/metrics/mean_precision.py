@@ -33,6 +33,10 @@ MOST_CLASSES = 100
 """The most classes of which each has its precision."""
 RECALLS = slice(None, None, 5)
 """Of the 101 recalls at which COCO measures precisions, those that a curve has."""
+MOST_DETECTIONS = 100
+"""Of an image that are measured, the best ones."""
+SIZES = {"map_small": 1, "map_medium": 2, "map_large": 3}
+"""Metric -> place of the size of its objects in pycocotools; that of all sizes is 0."""
 FIRST_IOU, ALL_SIZES, MOST_FOUND = 0, 0, 2
 """Places in torchmetrics' table of precisions: an intersection over union of 0.50, objects of all sizes, the 100 best
 detections of an image."""
@@ -50,9 +54,11 @@ class MeanPrecision:
         self.first = self
         """The metric of the same loss that keeps the detections."""
         self._results: dict[str, Any] = {}
-        self._name = metric.name
+        self.name = metric.name
         self._device = device
-        self._images = (dist.get_rank() if dist.is_initialized() else 0) << 32
+        self.num_images = 0
+        """Seen by this rank, of the metric that keeps the detections."""
+        self._first_image = (dist.get_rank() if dist.is_initialized() else 0) << 32
         # image, class, score, corners [n, 7]; image, class, corners, flag [n, 7]
         self._found: list[Tensor] = []
         self._objects: list[Tensor] = []
@@ -68,14 +74,14 @@ class MeanPrecision:
         boxes = labels.reshape(len(labels), -1, BOX_NUMBERS)
         size = torch.tensor(loss.image_size or (1, 1), dtype=torch.float64, device=labels.device).repeat(2)
         for image, own in enumerate(found):
-            self._images += 1
+            self.num_images += 1
             there = boxes[image][boxes[image][:, 0] >= 0]
             self._found.append(self._numbered(own[:, :2], own[:, 2:] * size))
             self._objects.append(self._numbered(there[:, :1], there[:, 1:5] * size, there[:, 5:]))
 
     def _numbered(self, *columns: Tensor) -> Tensor:
         # fp64 holds the numbers of images of all ranks
-        image = columns[0].new_full((len(columns[0]), 1), self._images, dtype=torch.float64)
+        image = columns[0].new_full((len(columns[0]), 1), self._first_image + self.num_images, dtype=torch.float64)
         return torch.cat([image, *(each.double() for each in columns)], 1)
 
     def sums(self, size: int) -> list[Tensor]:
@@ -90,7 +96,7 @@ class MeanPrecision:
     def value(self, sums: Sequence[list[float]], lists: Sequence[Tensor], size: int) -> float:
         if self.first is self:
             self._measure(*(rows.cpu().reshape(-1, 7) for rows in lists))
-        result = float(self.first._results.get(self._name, math.nan))
+        result = float(self.first._results.get(self.name, math.nan))
         # -1: there is no object that counts
         return math.nan if result < 0 else result
 
@@ -108,7 +114,7 @@ class MeanPrecision:
             targets.append({"labels": there[:, 1].long(), "boxes": there[:, 2:6], "iscrowd": is_left_out})
         if not predictions:
             return
-        measured = _library().MeanAveragePrecision(backend="pycocotools", sync_on_compute=False, extended_summary=True)
+        measured = new_measure()
         measured.warn_on_many_detections = False  # that COCO counts the 100 best ones of an image
         measured.update(predictions, targets)
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints a table
@@ -143,11 +149,12 @@ def _mean(precisions: Tensor) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _library() -> Any:
+def new_measure() -> Any:
+    """Return the metric of torchmetrics without any image."""
     import_torchmetrics()
-    import torchmetrics.detection
+    from torchmetrics.detection import MeanAveragePrecision
 
-    return torchmetrics.detection
+    return MeanAveragePrecision(backend="pycocotools", sync_on_compute=False, extended_summary=True)
 
 
 def _check_library() -> None:

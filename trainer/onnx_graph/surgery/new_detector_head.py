@@ -198,9 +198,6 @@ def _adapt(
             joined = _joined_length(node, before)
             old, now = joined or old, (joined or old) + now - old
         lengths.update(dict.fromkeys(results, (old, now)))
-    # the names of the classes before, as YOLO's exports write them, are wrong now
-    for entry in [entry for entry in model.metadata_props if entry.key == "names"]:
-        model.metadata_props.remove(entry)
     for value in [value for value in model.graph.value_info if value.name in lengths]:
         model.graph.value_info.remove(value)
     return _declare(model, lengths)

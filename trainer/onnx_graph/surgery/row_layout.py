@@ -157,7 +157,7 @@ def rows_first(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
             else:
                 behind.append(helper.make_node("Transpose", [own[value.name]], [value.name], perm=order))
     # before the new nodes are added, which have both names
-    _rename(graph, own)
+    rename_values(graph, own)
     constants: list[onnx.NodeProto] = []
     for name, bound in layout.bound.items():
         constants += _constant(name, bound, _counted(inputs))
@@ -335,7 +335,7 @@ def _constant(name: str, bound: BoundInput, counted: str) -> Iterator[onnx.NodeP
     yield helper.make_node("Expand", [f"{BOUND}{name}", f"{at}lengths"], [name])
 
 
-def _rename(graph: onnx.GraphProto, named: Mapping[str, str]) -> None:
+def rename_values(graph: onnx.GraphProto, named: Mapping[str, str]) -> None:
     """Rename values in all nodes and inner graphs; what a graph declares of them is of another layout, and removed."""
     kept = [value for value in graph.value_info if value.name not in named]
     del graph.value_info[:]
@@ -346,4 +346,4 @@ def _rename(graph: onnx.GraphProto, named: Mapping[str, str]) -> None:
         for inner in subgraphs(node):
             for value in inner.output:
                 value.name = named.get(value.name, value.name)
-            _rename(inner, named)
+            rename_values(inner, named)

@@ -42,10 +42,11 @@ def test_the_interval_is_that_of_scipys_paired_bootstrap(confidence: float) -> N
     def totals(right: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.stack([right, np.ones(rows)], axis=1))
 
-    def accuracy(sums: torch.Tensor) -> float:
-        return float(sums[0] / sums[1])
+    def gain(times: torch.Tensor) -> float:
+        before, after = times @ totals(served), times @ totals(new)
+        return float(after[0] / after[1] - before[0] / before[1])
 
-    low, high = gain_interval(totals(served), totals(new), accuracy, confidence)
+    low, high = gain_interval(rows, gain, confidence)
     expected = bootstrap(
         (served, new),
         lambda a, b: b.mean() - a.mean(),
@@ -61,4 +62,4 @@ def test_the_interval_is_that_of_scipys_paired_bootstrap(confidence: float) -> N
     # difficult rows are difficult for both: drawn apart, the interval would be much wider
     apart = bootstrap((new,), np.mean, n_resamples=2000, confidence_level=confidence, rng=np.random.default_rng(3))
     assert high - low < 0.8 * (apart.confidence_interval.high - apart.confidence_interval.low)
-    assert gain_interval(totals(served), totals(new), accuracy, confidence) == (low, high)
+    assert gain_interval(rows, gain, confidence) == (low, high)

@@ -18,6 +18,7 @@ from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.sections.metrics import MetricConfig, names_of_file
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.export.exported_model import Checkpoint, export
+from onward.trainer.export.measuring import comparison
 from onward.trainer.export.measuring.comparison import compare
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.file_precision import file_precision
@@ -178,10 +179,14 @@ def test_anchors_that_are_not_those_of_the_file_are_noticed() -> None:
     assert "holds the boxes that yolov5 decodes" in reason
 
 
-def test_the_record_of_an_export_has_both_before_and_after_and_so_has_a_comparison(tmp_path: Path) -> None:
+def test_the_record_of_an_export_has_both_before_and_after_and_so_has_a_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "RESAMPLES", 50)
     model = detector_file("yolov8")
     annotate(tmp_path, pictures(tmp_path, 12))
     loss = loss_of("yolov8", model)
+    model.metadata_props.add(key="names", value="{0: 'cat', 1: 'dog'}")
     run = make_run(
         tmp_path / "run",
         model,
@@ -195,7 +200,7 @@ def test_the_record_of_an_export_has_both_before_and_after_and_so_has_a_comparis
         loss=[{"name": "yolov8", "output": list(loss.outputs), "strides": [8, 16, 32]}],
         metrics=["map", "map_50"],
         train={"num_steps": 1, "global_batch_size": 4},
-        export={"promote_if": {"metric": "evaluation/file/map_50"}},
+        export={"promote_if": {"metric": "evaluation/file/map_50", "confidence": 0.9}},
     )
     module = to_module(load_model(read_config(run).model.path))
     weights = {name: weight.detach().clone() for name, weight in named_weights(module).items()}
@@ -204,14 +209,20 @@ def test_the_record_of_an_export_has_both_before_and_after_and_so_has_a_comparis
     assert exported.before.keys() == exported.after.keys() == names
     assert exported.after["evaluation/file/map"] == pytest.approx(exported.after["evaluation/map"], abs=1e-6)
     assert exported.file_not_measured == ""
+    assert [entry.value for entry in onnx.load(exported.path).metadata_props] == ["{0: 'red', 1: 'green'}"]
     config = read_config(run)
-    comparison = compare(config, exported, config.model.path, evaluation_data(run))
-    assert comparison.served == exported.before
-    assert (comparison.metric, comparison.gain, comparison.refused) == ("evaluation/file/map_50", 0.0, "")
+    found = compare(config, exported, config.model.path, evaluation_data(run))
+    assert found.served == exported.before
+    assert (found.metric, found.gain, found.refused) == ("evaluation/file/map_50", 0.0, "")
+    assert found.interval == (0.0, 0.0)
+    # of the raw outputs
+    asked = config.export.promote_if.model_copy(update={"metric": "evaluation/map"})
+    of_raw = config.model_copy(update={"export": config.export.model_copy(update={"promote_if": asked})})
+    assert compare(of_raw, exported, config.model.path, evaluation_data(run)).interval == (0.0, 0.0)
     # a file that no comparison understands is said to be one
     unknown = exported.model_copy(update={"after": {}, "file_not_measured": "its outputs are others"})
-    comparison = compare(config, unknown, config.model.path, evaluation_data(run))
-    assert comparison.refused == "UnsupportedModel: its outputs are others"
+    found = compare(config, unknown, config.model.path, evaluation_data(run))
+    assert found.refused == "UnsupportedModel: its outputs are others"
 
 
 def test_names_of_the_metrics_of_a_file() -> None:

@@ -16,6 +16,7 @@ from PIL import Image
 from PIL import __version__ as pillow_version
 
 from onward.tasks.export import export_file
+from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.images.geometry import fitted_image
@@ -41,7 +42,8 @@ def table(tmp_path: Path) -> Callable[..., Any]:
 
 
 def with_preprocessing(run: RunDir, folder: Path) -> onnxruntime.InferenceSession:
-    parity, latency = write_with_preprocessing(run, exported_model(folder / "model.onnx"), folder / "with.onnx")
+    exported = exported_model(folder / "model.onnx")
+    parity, latency = write_with_preprocessing(run, exported, evaluation_data(run), folder / "with.onnx")
     assert parity < 1e-6
     assert not latency <= 0, "NaN where the machine is too busy to tell"
     return onnxruntime.InferenceSession(folder / "with.onnx")

@@ -101,14 +101,6 @@ def test_only_channels_of_classes_begin_anew_with_rare_classes() -> None:
     assert same == other
 
 
-def test_the_names_of_the_classes_before_are_left_out() -> None:
-    model = detector_file("yolov8")
-    for key, value in (("names", "{0: 'cat', 1: 'dog'}"), ("author", "me")):
-        model.metadata_props.add(key=key, value=value)
-    other = changed(model, "yolov8", raw_names(model), 3)
-    assert [entry.key for entry in other.metadata_props] == ["author"]
-
-
 def test_raw_outputs_that_are_no_convolutions_are_refused() -> None:
     model = detector_file("yolov8")
     (joined,) = (node.output[0] for node in model.graph.node if node.op_type == "Softmax")

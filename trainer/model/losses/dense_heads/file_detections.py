@@ -156,6 +156,8 @@ class FileDetections:
     keeps_all: bool
     """Whether boxes of one class that overlap are kept: the file has left such boxes out itself, or none need to be."""
     choice: Choice | None = None
+    with_boxes: frozenset[int] = frozenset()
+    """All outputs that hold boxes."""
 
     def read(self, results: Sequence[Array], size: tuple[int, int]) -> Tensor:
         """Return class, score, x1, y1, x2, y2 by score, fp32 [n, 6], from the outputs for one image.
@@ -231,17 +233,18 @@ def _recognised(results: Sequence[Array], known: _Known) -> tuple[FileDetections
     if not found:
         return None, "no output of the file holds the boxes that {loss} decodes from the same raw outputs"
     # each level as an output of its own would need to be put together first
-    in_several = len({boxes.table.output for boxes in found}) > 1
+    with_boxes = frozenset(boxes.table.output for boxes in found)
     for boxes in found:
         beside = _beside(results, boxes, known)
         # without a class beside them, boxes of one level look as chosen ones do
         has_no_class = isinstance(beside, OneClass) and beside.of_class is None
-        if in_several and has_no_class:
+        if len(with_boxes) > 1 and has_no_class:
             return None, "several outputs of the file hold boxes of {loss}, such as one for each level"
         if beside:
             # fewer boxes than there are predictions: the file has chosen them itself
             chooses = len(boxes.table.rows(results)) < len(known.boxes)
-            detections = FileDetections((boxes.table, boxes.columns), beside, known.num_classes, chooses)
+            own = boxes.table, boxes.columns
+            detections = FileDetections(own, beside, known.num_classes, chooses, with_boxes=with_boxes)
             return (detections, "") if chooses else _with_choice(detections, results)
     return None, "the file returns boxes of {loss}, but beside them no scores and classes of the same boxes"
 

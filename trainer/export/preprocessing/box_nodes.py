@@ -1,0 +1,172 @@
+"""Return the boxes of a detector in pixels of the original image, by nodes behind its file.
+
+    columns of its output         x, y, width, height, score, ...      in pixels of the model's input, or shares of it
+      Add [l, t, 0, 0, 0, ...]    l, t: where the input begins in the resized image; below 0 with borders
+      Mul [w, h, w, h, 1, ...]    w, h: pixels of the original for a pixel of the resized image (or its share)
+
+Columns keep their places, and corners stay corners. What cannot be turned back is refused: places in the input that
+nothing says are some would stay behind in other pixels than the boxes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.sections.images import ImageConfig
+from onward.trainer.data.images.geometry import resized_size
+from onward.trainer.data.schema.columns import Array
+from onward.trainer.errors import ExportRefused, UnsupportedModel
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
+from onward.trainer.export.measuring.file_precision import WholeFile, image_size
+from onward.trainer.export.measuring.onnx_runner import OnnxRunner
+from onward.trainer.export.model_file import ModelFile, trained_part
+from onward.trainer.export.preprocessing.image_nodes import begin_and_factors
+from onward.trainer.model.losses.dense_heads.box_tables import BoxColumns
+from onward.trainer.model.losses.dense_heads.file_detections import EachClass, FileDetections
+from onward.trainer.onnx_graph.files.index import dims_of, nodes_between
+from onward.trainer.onnx_graph.node_builder import GraphExtender
+from onward.trainer.onnx_graph.surgery.row_layout import rename_values
+from onward.trainer.run.recorded.preprocessing_record import ImageInput
+
+OF_A_SET = BoxColumns(0, is_centred=True, in_shares=True)
+"""The boxes of a set, as its losses read them."""
+MOST_AXES = 3
+"""Of an output that may hold places; those with more are maps."""
+
+
+@dataclass(frozen=True)
+class BoxOutput:
+    """An output of a file that holds boxes in the model's input."""
+
+    name: str
+    columns: BoxColumns
+    length: int
+    """The number of columns."""
+    is_transposed: bool = False
+    """Whether the columns are the last axis but one."""
+
+    def in_original(self, result: Array, old: Sequence[int], how: ImageInput) -> Array:
+        """Return the output in pixels of an original of `old` pixels (height, width), without nodes."""
+        # the colour of borders moves nothing
+        config = ImageConfig(resize="corner_grey" if how.is_in_corner else how.resize, crop_ratio=how.crop_ratio)
+        new, begin = resized_size((old[0], old[1]), (how.height, how.width), config)
+        found = result.astype(np.float64)
+        by_column = np.moveaxis(found, -2 if self.is_transposed else -1, 0)
+        for place in range(4):
+            axis = 1 - place % 2  # x, y, x, y of (height, width)
+            column = by_column[self.columns.first + place]
+            if self.columns.in_shares:
+                column *= (how.height, how.width)[axis]
+            if place < 2 or not self.columns.is_centred:
+                column += begin[axis]
+            column *= old[axis] / new[axis]
+        return found
+
+    def add_nodes(self, how: ImageInput, raw: str, graph: onnx.GraphProto) -> None:
+        """Turn the output back, in place. raw: the pixels of any size, uint8 [N, H, W, C]."""
+        nodes = GraphExtender(graph)
+        (kind,) = (value.type.tensor_type.elem_type for value in graph.output if value.name == self.name)
+        inside = nodes.free(f"{self.name}.in_input")
+        rename_values(graph, {self.name: inside})
+        begin, factors = begin_and_factors(how, raw, nodes)
+        if self.columns.in_shares:
+            side = _stored([how.width, how.height], nodes)
+            begin, factors = nodes.op("Div", begin, side), nodes.op("Mul", factors, side)
+        begins = (begin, _stored([0, 0], nodes) if self.columns.is_centred else begin)
+        value = nodes.op("Cast", inside, to=TensorProto.FLOAT)
+        for operator, pairs, other in (("Add", begins, 0.0), ("Mul", (factors, factors), 1.0)):
+            value = nodes.op(operator, value, self._vector(pairs, other, nodes))
+        nodes.op("Cast", value, output=self.name, to=kind)
+
+    def _vector(self, pairs: tuple[str, str], other: float, nodes: GraphExtender) -> str:
+        """Return float32 numbers for all columns: two pairs for those of boxes, `other` for each other one."""
+        first = self.columns.first
+        before, behind = (_stored([other] * count, nodes) for count in (first, self.length - first - 4))
+        vector = nodes.op("Cast", nodes.op("Concat", before, *pairs, behind, axis=0), to=TensorProto.FLOAT)
+        return nodes.op("Reshape", vector, nodes.constant([-1, 1])) if self.is_transposed else vector
+
+
+def _stored(values: Sequence[float], nodes: GraphExtender) -> str:
+    return nodes.op("Constant", value=numpy_helper.from_array(np.array(values, np.float64)))
+
+
+def box_outputs(
+    file: ModelFile, losses: Sequence[LossConfig], data: EvaluationData, box_column: str
+) -> list[BoxOutput]:
+    """Return the outputs that hold the boxes of a trained detector; [] where no loss is one of boxes.
+
+    box_column: the column of boxes; "" = there is none. Raises ExportRefused for places in the image whose form is not
+    known.
+    """
+    found = list[BoxOutput]()
+    for loss in losses:
+        if loss.is_own and box_column in loss.columns:
+            raise ExportRefused(f"how the file holds boxes is not known of a loss of your own ({loss.file})")
+        if loss.rule.labels == "objects":
+            found.append(_of_grid(file, loss, data) if loss.rule.has_grid else _of_set(file, loss))
+    return list(dict.fromkeys(found))
+
+
+def _of_set(file: ModelFile, loss: LossConfig) -> BoxOutput:
+    graph, name = file.proto.graph, loss.outputs[1]
+    if name not in {value.name for value in graph.output}:
+        raise ExportRefused(
+            f"the boxes {name!r} of {loss.name} are inside the file, and what its outputs hold is not known"
+        )
+    for value in graph.output:
+        if value.name in loss.outputs:
+            continue
+        # made from the boxes, or boxes of another layer
+        is_behind = name in nodes_between(graph, [value.name], set())[1]
+        if is_behind or (dims_of(value) or [0])[-1] == 4:
+            raise ExportRefused(f"output {value.name!r} may hold boxes beside {name!r}, in a form that is not known")
+    return BoxOutput(name, OF_A_SET, 4)
+
+
+def _of_grid(file: ModelFile, loss: LossConfig, data: EvaluationData) -> BoxOutput:
+    assert data.model
+    with tempfile.TemporaryDirectory(prefix="onward-boxes-") as folder:
+        part = OnnxRunner(trained_part(file.proto, file.path, Path(folder), data.model), data)
+        try:
+            whole = WholeFile(file, part, data, loss)
+            batch = next(iter(data.batches()))
+            detections = whole.recognise(batch, image_size(batch.inputs))
+        except UnsupportedModel as error:
+            raise ExportRefused(f"boxes cannot be brought to the original image: {error}") from error
+        results = whole.outputs(batch, 0)
+    if problem := "; ".join(_not_understood(detections, whole.names, results, loss)):
+        raise ExportRefused(f"boxes cannot be brought to the original image: {problem}")
+    table, columns = detections.boxes
+    return BoxOutput(whole.names[table.output], columns, table.rows(results).shape[1], table.is_transposed)
+
+
+def _not_understood(found: FileDetections, names: list[str], results: list[Array], loss: LossConfig) -> Iterator[str]:
+    """Yield a sentence for everything beside the boxes that may hold places in the image."""
+    table, columns = found.boxes
+    beside = found.beside
+    if isinstance(beside, EachClass):
+        first = beside.first - loss.rule.background
+        known = {(beside.table, column) for column in range(first, beside.first + found.num_classes)}
+        known |= {beside.factor} if beside.factor else set()
+    else:
+        known = {beside.score, *([beside.of_class] if beside.of_class else [])}
+    understood = {table.output, *(other.output for other, _ in known)}
+    if found.choice:
+        understood.add(found.choice.table.output)
+    if others := found.with_boxes - {table.output}:
+        yield f"{', '.join(repr(names[place]) for place in sorted(others))} hold boxes as well"
+    own = {column for other, column in known if other.output == table.output}
+    own |= set(range(columns.first + 4))
+    if strange := set(range(table.rows(results).shape[1])) - own:
+        yield f"what the columns {min(strange)} to {max(strange)} of {names[table.output]!r} hold is not known"
+    for place, result in enumerate(results):
+        if place not in understood and np.issubdtype(result.dtype, np.floating) and 1 < result.ndim <= MOST_AXES:
+            yield f"what output {names[place]!r} holds is not known"

@@ -1,0 +1,53 @@
+"""Write the names of the classes into a file's metadata, in the form in which the file has them.
+
+names     {0: 'person', 1: 'bicycle'}     a Python dictionary in the order of the scores, as ultralytics writes it
+nc        2                               beside it in some files
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+from collections.abc import Sequence
+
+import onnx
+
+log = logging.getLogger(__name__)
+
+NAMES, NUMBER = "names", "nc"
+
+
+def write_class_names(model: onnx.ModelProto, classes: Sequence[str], *, replaced: int, background: bool) -> None:
+    """Replace the names in the metadata by those of the data, in place; a file without any gets none.
+
+    classes: in the order of the scores; () = the data has no names. replaced: `model.num_classes`; 0 = the scores are
+    those of the file, of which the data may use the first. background: whether a score of no class stands in front.
+    """
+    entries = {entry.key: entry for entry in model.metadata_props}
+    if replaced and entries.get(NUMBER, onnx.StringStringEntryProto()).value.isdecimal():
+        entries[NUMBER].value = str(replaced)
+    if NAMES not in entries:
+        return
+    before = _names(entries[NAMES].value)
+    # scores that begin anew have none of the names before
+    names = ({} if replaced else before) | dict(enumerate(classes))
+    are_known = bool(classes) and bool(before) and len(names) == (replaced or len(before))
+    if are_known and (replaced or not background or len(classes) == len(before)):
+        if names != before:
+            entries[NAMES].value = repr(names)
+    elif replaced:
+        model.metadata_props.remove(entries[NAMES])
+    elif classes:
+        log.warning(
+            "the metadata entry 'names' stays as it is: it does not name the scores of the %d classes", len(classes)
+        )
+
+
+def _names(text: str) -> dict[int, str]:
+    """Return number -> name; {} of a text in another form."""
+    try:
+        found = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {}
+    is_known = isinstance(found, dict) and list(found) == list(range(len(found)))
+    return found if is_known else {}

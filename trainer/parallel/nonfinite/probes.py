@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.model.compile import Compiled
 from onward.trainer.parallel.nonfinite.nonfinite_findings import NUM_ROWS, Finding, Phase, bad_rows, describe
-from onward.trainer.parallel.pipeline.engine import BatchLosses
+from onward.trainer.parallel.pipeline.engine import BatchLosses, ObservedLosses
 from onward.trainer.parallel.pipeline.stage import Stage
 
 
@@ -249,39 +249,25 @@ class _NodeByNode(fx.Interpreter):
         return value
 
 
-class ProbedLosses:
+class ProbedLosses(ObservedLosses):
     """The losses of a pipeline, which are looked at as well. evaluating: compute them, which evaluation does not."""
 
     def __init__(self, losses: BatchLosses, probes: Probes, stage: int, *, evaluating: bool) -> None:
-        self._losses = losses
+        super().__init__(losses)
         self._probes = probes
         self._stage = stage
         self._evaluating = evaluating
         self._calls = 0
 
-    def __len__(self) -> int:
-        return len(self._losses)
-
-    @property
-    def counts_itself(self) -> bool:
-        return self._losses.counts_itself
-
-    @property
-    def own_divisor(self) -> Tensor | None:
-        return self._losses.own_divisor
-
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
-        self._losses.check_labels(batch, outputs)
+        super().check_labels(batch, outputs)
         if self._evaluating:
             self(outputs, batch.labels, batch.size)
-
-    def weighted(self, values: Sequence[Tensor], scale: float | Sequence[Tensor] = 1.0) -> Tensor:
-        return self._losses.weighted(values, scale)
 
     def __call__(
         self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int
     ) -> tuple[Tensor, ...]:
-        values = self._losses(outputs, labels, size)
+        values = super().__call__(outputs, labels, size)
         micro_batch = self._calls
         self._calls = self._calls + 1
         bad = [value for value in values if not bool(torch.isfinite(value).all())]

@@ -62,6 +62,37 @@ class BatchLosses(Protocol):
     def weighted(self, values: Sequence[Tensor], scale: float | Sequence[Tensor] = 1.0) -> Tensor: ...
 
 
+class ObservedLosses:
+    """Losses as others compute them; a subclass observes the computing."""
+
+    def __init__(self, losses: BatchLosses) -> None:
+        self._losses = losses
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    @property
+    def counts_itself(self) -> bool:
+        return self._losses.counts_itself
+
+    @property
+    def own_divisor(self) -> Tensor | None:
+        return self._losses.own_divisor
+
+    def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
+        """Raise DataError for labels that do not fit the outputs."""
+        self._losses.check_labels(batch, outputs)
+
+    def __call__(
+        self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int
+    ) -> tuple[Tensor, ...]:
+        return self._losses(outputs, labels, size)
+
+    def weighted(self, values: Sequence[Tensor], scale: float | Sequence[Tensor] = 1.0) -> Tensor:
+        """Return the sum of values x weight x scale, a scalar (`Losses.weighted`)."""
+        return self._losses.weighted(values, scale)
+
+
 class GradientReducer(Protocol):
     """What sums the gradients over the replicas (parallel/replicas/reducer.py and zero.py)."""
 

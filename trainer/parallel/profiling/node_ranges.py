@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.model.compile import Compiled
 from onward.trainer.onnx_import.lowering.node_origins import FUSED, Origin, origin_of
-from onward.trainer.parallel.pipeline.engine import BatchLosses
+from onward.trainer.parallel.pipeline.engine import BatchLosses, ObservedLosses
 from onward.trainer.parallel.pipeline.stage import Stage
 
 LOSS = Origin("", "loss", "")
@@ -161,37 +161,26 @@ class _NodeByNode(fx.Interpreter):
             self._open.enter_context(self._ranges.range(origin))
 
 
-class TimedLosses:
+class TimedLosses(ObservedLosses):
     """The losses of a pipeline, in a range of their own."""
 
     def __init__(self, losses: BatchLosses, ranges: NodeRanges) -> None:
-        self._losses = losses
+        super().__init__(losses)
         self._ranges = ranges
-
-    def __len__(self) -> int:
-        return len(self._losses)
-
-    @property
-    def counts_itself(self) -> bool:
-        return self._losses.counts_itself
-
-    @property
-    def own_divisor(self) -> Tensor | None:
-        return self._losses.own_divisor
 
     def check_labels(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
         with self._ranges.range(LOSS):
-            self._losses.check_labels(batch, outputs)
+            super().check_labels(batch, outputs)
 
     def __call__(
         self, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None], size: int
     ) -> tuple[Tensor, ...]:
         with self._ranges.range(LOSS):
-            return self._losses(outputs, labels, size)
+            return super().__call__(outputs, labels, size)
 
     def weighted(self, values: Sequence[Tensor], scale: float | Sequence[Tensor] = 1.0) -> Tensor:
         with self._ranges.range(LOSS):
-            return self._losses.weighted(values, scale)
+            return super().weighted(values, scale)
 
 
 def is_compiled(stages: Sequence[Stage]) -> bool:

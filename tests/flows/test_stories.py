@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 import psutil
@@ -19,6 +20,7 @@ import pytest
 from onward.flows.examples.folders import CONFIGS, FOLDERS
 from onward.flows.examples.pictures import OBJECTS
 from onward.trainer.config.loading import load_config
+from onward.trainer.events import read_events
 from onward.trainer.export.measuring.samples import MOST_PICTURES, NUM_ORDINARY
 from onward.trainer.run.directory import RunDir
 from tests.support.report_runs import Page
@@ -107,6 +109,22 @@ def test_the_report_of_a_detector_shows_what_it_finds(workshop: Workshop) -> Non
     for sample in (*samples["worst"], *samples["ordinary"]):
         own = [each for each in content["annotations"] if each["image_id"] == numbers[Path(sample["where"]).name]]
         assert [box["of_class"] + 1 for box in sample["objects"]] == [each["category_id"] for each in own]
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_detector_learns_from_mosaics_and_mixed_images(workshop: Workshop) -> None:
+    folder = workshop.root / "boxes"
+    workshop.onward("example", "boxes", str(folder))
+    augment = ["data.image.augment.mosaic=1.0", "data.image.augment.mixup=32.0", "data.image.resize=pad_grey"]
+    facts = workshop.onward("run", str(folder / "boxes.toml"), "train.num_epochs=3", *augment, limit_s=800)
+    run = RunDir(Path(facts["directory"]))
+    losses = [event.values for event, _ in read_events(run.events) if event.kind == "scalars"]
+    trained = [values["train/loss"] for values in losses if "train/loss" in values]
+    assert np.isfinite(trained).all()
+    assert np.mean(trained[-10:]) < 0.7 * np.mean(trained[:10])
+    assert facts["after"]["evaluation/map_50"] > 0.2
 
 
 @pytest.mark.mpi

@@ -29,6 +29,7 @@ from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+from onward.trainer.rehearsal.trials.preprocessing_candidates import candidates
 
 SIZE = 48
 COLORS = {"red": (250, 10, 10), "green": (10, 250, 10)}
@@ -518,6 +519,13 @@ def test_cells_of_a_table_that_are_no_boxes_are_named(cell: Any, problem: str) -
     found = boxes_of(cell)
     assert isinstance(found, str)
     assert problem in found
+
+
+def test_preprocessings_are_tried_with_the_borders_of_the_family(tmp_path: Path) -> None:
+    config = configured(tmp_path, annotate(tmp_path, pictures(tmp_path))["coco"], resize="corner_grey")
+    tried = candidates(config, read_training_signature(config.model))
+    assert {each.get("data.image.resize", "corner_grey") for each in tried} == {"corner_grey", "stretch"}
+    assert len(tried) == 21
 
 
 def test_settings_that_would_lose_boxes_are_refused_with_the_choices(tmp_path: Path) -> None:

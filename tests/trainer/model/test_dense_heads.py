@@ -452,7 +452,15 @@ def test_boxes_have_the_size_of_an_image_that_the_first_stride_does_not_divide()
     (found,) = dense_detections(outputs, loss)
     # the only cell of the last level is the image: its anchor lies in the middle, 0.9 and 1.1 times as long
     torch.testing.assert_close(found[0, 2:], torch.tensor([0.05, -0.05, 0.95, 1.05]))
-    _, corners, _ = FAMILIES["ssd"].head(outputs, loss).objects(labels_of([[(0, 0.1, 0.2, 0.5, 1.0, 0)]]))
+    head = FAMILIES["ssd"].head(outputs, loss)
+    import_torchvision()
+    from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
+
+    generator = DefaultBoxGenerator([[2]] * 6, steps=[int(stride) for stride in SSD300])
+    # four anchors of each cell, whose centres are shares of the image
+    centres = generator._grid_default_boxes([list(cells) for cells in levels], [300, 300])[::4, :2]
+    torch.testing.assert_close(head.points / head.size, centres)
+    _, corners, _ = head.objects(labels_of([[(0, 0.1, 0.2, 0.5, 1.0, 0)]]))
     torch.testing.assert_close(corners[0, 0], torch.tensor([30.0, 60.0, 150.0, 300.0]))
     by_level = config("yolov5", 1, strides=SSD300, anchors=sides)
     matched = count_matches(labels_of([[(0, 0.1, 0.2, 0.481, 0.6, 0)]]), 1, by_level, (300, 300))

@@ -158,8 +158,9 @@ def example_batch(config: RunConfig, signature: Signature | None = None) -> tupl
         columns = [schema[name] for name in feed.columns]
         row = (*columns[0].shape, len(columns)) if feed.stacked else (1,) if feed.is_one_column else columns[0].shape
         row = feed.image.sample_shape if feed.image else feed.mask or row
-        if feed.columns == (boxes,):  # a batch has them without the size of the image in front
-            row = (row[0] - HEAD_NUMBERS,)
+        if feed.columns == (boxes,) and config.data.image:
+            # a batch has them without the size of the image in front, and of all images that are put together
+            row = ((row[0] - HEAD_NUMBERS) * config.data.image.augment.joined,)
         if text and text.block_mask and feed.columns == (text.block_mask.name,):
             row = (*(1,) * (len(text.block_mask.shape or ()) - 3), *row, *row)
         return torch.zeros(config.micro_batch_size, *row, dtype=getattr(torch, feed.tensor_dtype))

@@ -29,6 +29,7 @@ from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+from onward.trainer.parallel.planning.estimate_layouts import example_batch
 from onward.trainer.rehearsal.trials.preprocessing_candidates import candidates
 
 SIZE = 48
@@ -526,6 +527,15 @@ def test_preprocessings_are_tried_with_the_borders_of_the_family(tmp_path: Path)
     tried = candidates(config, read_training_signature(config.model))
     assert {each.get("data.image.resize", "corner_grey") for each in tried} == {"corner_grey", "stretch"}
     assert len(tried) == 21
+
+
+def test_memory_is_estimated_for_the_boxes_of_all_images_that_are_put_together(tmp_path: Path) -> None:
+    place = annotate(tmp_path, pictures(tmp_path))["coco"]
+    for augment, images in (({}, 1), ({"mosaic": 0.1}, 4), (MIXED, 8)):
+        _, (labels,) = example_batch(configured(tmp_path, place, augment=augment))
+        assert labels is not None
+        # an image has 3 objects at most
+        assert labels.shape[1] == 3 * BOX_NUMBERS * images
 
 
 def test_settings_that_would_lose_boxes_are_refused_with_the_choices(tmp_path: Path) -> None:

@@ -57,10 +57,11 @@ def with_queries(
     """
     entries = list(given)
     for place, loss in enumerate(losses):
-        needs_it = loss.name == "set_classes" and loss.scores == "softmax"
-        if not needs_it or loss.num_queries:
+        if loss.name != "set_classes" or loss.num_queries:
             continue
         queries = _queries(model, loss.outputs[0])
+        if not queries and loss.scores == "sigmoid":
+            continue  # it only says that images have no more objects
         if not queries:
             raise ConfigError(
                 f"the file does not say how many boxes {loss.outputs[0] or 'its first output'} predicts for an image; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -30,6 +31,7 @@ from onward.trainer.data.tables.class_names import class_problems
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.files.model_files import read_model
+from onward.trainer.onnx_graph.surgery.new_detector_head import num_classes_of
 
 
 def data_problems(
@@ -91,7 +93,24 @@ def data_problems(
         if loss.has_classes and isinstance(loss.label, str) and loss.label in checked:
             key = key_of(config.losses, config.losses.index(loss), "name") if config.loss else "model.loss"
             problems += _label_range_problems(key, loss, signature, schema[loss.label], fitted)
+    problems += _object_class_problems(config.losses, config.model, signature, fitted)
     return list(dict.fromkeys([*problems, *_box_problems(config.data.image, config.losses, images, schema)]))
+
+
+def _object_class_problems(
+    losses: Sequence[LossConfig], model: ModelConfig, signature: Signature, fitted: Mapping[str, Fitted]
+) -> Iterator[str]:
+    """Check that a detector has a score for each class of the boxes, where its file says how many it has."""
+    for loss in losses:
+        if loss.rule.labels != "objects" or loss.columns[0] not in fitted:
+            continue
+        number, scores = None, loss.outputs[-1 if loss.rule.has_grid else 0]
+        if loss.rule.has_grid:
+            with contextlib.suppress(ConfigError):  # the raw outputs are no convolutions
+                number = model.num_classes or num_classes_of(read_model(model.path), model)
+        elif (output := signature.output(scores)) and output.shape and output.shape[-1]:
+            number = output.shape[-1] - (loss.scores == "softmax")
+        yield from class_problems(loss.columns[0], fitted[loss.columns[0]], number, scores)
 
 
 def _unknown_names(data: DataConfig, model: ModelConfig, columns: InputColumns, signature: Signature) -> Iterator[str]:

@@ -192,12 +192,10 @@ def export(
 def _name_classes(model: onnx.ModelProto, losses: Sequence[LossConfig], replaced: int, data: EvaluationData) -> None:
     """Write the class names of the data into the metadata, where all losses of classes have the same ones."""
     fitted = data.rows.fitted if data.rows else {}
-    of_classes = [loss for loss in losses if loss.has_classes or loss.rule.labels == "objects"]
-    found = {class_names(loss, fitted) for loss in of_classes}
+    found = {class_names(each, fitted) for each in losses if each.has_classes or each.rule.labels == "objects"}
     names = found.pop() if len(found) == 1 else ()
     # of numbers the data has no names
-    names = () if all(name.isdecimal() for name in names) else names
-    write_class_names(model, names, replaced=replaced, background=any(loss.rule.background for loss in of_classes))
+    write_class_names(model, () if all(name.isdecimal() for name in names) else names, replaced=replaced)
 
 
 def _cost_of_helpers(written: ModelFile, runner: OnnxRunner) -> str:

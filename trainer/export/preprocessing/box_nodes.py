@@ -28,7 +28,7 @@ from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.file_precision import WholeFile, image_size
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile, trained_part
-from onward.trainer.export.preprocessing.image_nodes import begin_and_factors
+from onward.trainer.export.preprocessing.image_nodes import Fitting
 from onward.trainer.model.losses.dense_heads.box_tables import BoxColumns
 from onward.trainer.model.losses.dense_heads.file_detections import EachClass, FileDetections
 from onward.trainer.onnx_graph.files.index import dims_of, nodes_between
@@ -58,17 +58,10 @@ class BoxOutput:
         # the colour of borders moves nothing
         config = ImageConfig(resize="corner_grey" if how.is_in_corner else how.resize, crop_ratio=how.crop_ratio)
         new, begin = resized_size((old[0], old[1]), (how.height, how.width), config)
-        found = result.astype(np.float64)
-        by_column = np.moveaxis(found, -2 if self.is_transposed else -1, 0)
-        for place in range(4):
-            axis = 1 - place % 2  # x, y, x, y of (height, width)
-            column = by_column[self.columns.first + place]
-            if self.columns.in_shares:
-                column *= (how.height, how.width)[axis]
-            if place < 2 or not self.columns.is_centred:
-                column += begin[axis]
-            column *= old[axis] / new[axis]
-        return found
+        starts, scales, others = self._by_column(how)
+        rows = np.swapaxes(result, -1, -2) if self.is_transposed else result
+        found = (rows + begin[::-1] @ starts) * (np.divide(old, new)[::-1] @ scales + others)
+        return np.swapaxes(found, -1, -2) if self.is_transposed else found
 
     def add_nodes(self, how: ImageInput, raw: str, graph: onnx.GraphProto) -> None:
         """Turn the output back, in place. raw: the pixels of any size, uint8 [N, H, W, C]."""
@@ -76,26 +69,30 @@ class BoxOutput:
         (kind,) = (value.type.tensor_type.elem_type for value in graph.output if value.name == self.name)
         inside = nodes.free(f"{self.name}.in_input")
         rename_values(graph, {self.name: inside})
-        begin, factors = begin_and_factors(how, raw, nodes)
-        if self.columns.in_shares:
-            side = _stored([how.width, how.height], nodes)
-            begin, factors = nodes.op("Div", begin, side), nodes.op("Mul", factors, side)
-        begins = (begin, _stored([0, 0], nodes) if self.columns.is_centred else begin)
+        begin, factors = Fitting(how, nodes).begin_and_factors(raw)
+        starts, scales, others = (
+            nodes.op("Constant", value=numpy_helper.from_array(each)) for each in self._by_column(how)
+        )
+        vectors = nodes.op("MatMul", begin, starts), nodes.op("Add", nodes.op("MatMul", factors, scales), others)
         value = nodes.op("Cast", inside, to=TensorProto.FLOAT)
-        for operator, pairs, other in (("Add", begins, 0.0), ("Mul", (factors, factors), 1.0)):
-            value = nodes.op(operator, value, self._vector(pairs, other, nodes))
+        for operator, vector in zip(("Add", "Mul"), vectors, strict=True):
+            vector = nodes.op("Cast", vector, to=TensorProto.FLOAT)
+            if self.is_transposed:
+                vector = nodes.op("Reshape", vector, nodes.constant([-1, 1]))
+            value = nodes.op(operator, value, vector)
         nodes.op("Cast", value, output=self.name, to=kind)
 
-    def _vector(self, pairs: tuple[str, str], other: float, nodes: GraphExtender) -> str:
-        """Return float32 numbers for all columns: two pairs for those of boxes, `other` for each other one."""
+    def _by_column(self, how: ImageInput) -> tuple[Array, Array, Array]:
+        """Return by column what the place where the input begins is multiplied by, and the factors, double [2, columns]
+        (x and y); and the factors of columns that are no places [columns]."""
+        unit = np.array([[how.width], [how.height]]) if self.columns.in_shares else np.ones((2, 1))
         first = self.columns.first
-        before, behind = (_stored([other] * count, nodes) for count in (first, self.length - first - 4))
-        vector = nodes.op("Cast", nodes.op("Concat", before, *pairs, behind, axis=0), to=TensorProto.FLOAT)
-        return nodes.op("Reshape", vector, nodes.constant([-1, 1])) if self.is_transposed else vector
-
-
-def _stored(values: Sequence[float], nodes: GraphExtender) -> str:
-    return nodes.op("Constant", value=numpy_helper.from_array(np.array(values, np.float64)))
+        places = np.zeros((2, self.length))
+        places[:, first : first + 4] = np.tile(np.eye(2), 2)
+        starts = places / unit
+        if self.columns.is_centred:
+            starts[:, first + 2 :] = 0  # width and height begin nowhere
+        return starts, places * unit, 1 - places.sum(0)
 
 
 def box_outputs(

@@ -36,18 +36,10 @@ PRECISION = 2.0**22
 
 def fitted_pixels(how: ImageInput, raw: str, nodes: GraphExtender) -> str:
     """Add the nodes from pixels of any size, uint8 [N, H, W, C], to float32 [N, C, height, width] of 0..255."""
-    return _Fitting(how, nodes).pixels(raw)
+    return Fitting(how, nodes).pixels(raw)
 
 
-def begin_and_factors(how: ImageInput, raw: str, nodes: GraphExtender) -> tuple[str, str]:
-    """Add the nodes that say where the fitted pixels come from, double [2] each, x first.
-
-    The place of their first one in the resized image, and the pixels of `raw` for each of the resized image.
-    """
-    return _Fitting(how, nodes).begin_and_factors(raw)
-
-
-class _Fitting:
+class Fitting:
     """Adds the nodes of one input. Sizes and places are scalars of type double, all values names in the graph."""
 
     def __init__(self, how: ImageInput, nodes: GraphExtender) -> None:
@@ -76,6 +68,8 @@ class _Fitting:
         return self._op("Cast", x, to=TensorProto.FLOAT)
 
     def begin_and_factors(self, raw: str) -> tuple[str, str]:
+        """Return where the fitted pixels come from, double [2] each, x first: the place of their first one in the
+        resized image, and the pixels of `raw` for each of the resized image."""
         height, width = self._sides(raw)
         rows, columns = self._resized(height, width)
         one = self._nodes.constant([1])
@@ -97,7 +91,7 @@ class _Fitting:
 
     def _products(self, x: str, *factors: tuple[str | None, str | None]) -> onnx.GraphProto:
         """Return a graph that multiplies x with matrices, from the left or from the right, and rounds each product."""
-        inner = _Fitting(self._how, self._nodes.inner("resize"))
+        inner = Fitting(self._how, self._nodes.inner("resize"))
         for left, right in factors:
             x = inner._op("MatMul", left or x, right or x)
             x = inner._op("Floor", inner._add(inner._op("Mul", x, inner._number(1 / PRECISION)), 0.5))

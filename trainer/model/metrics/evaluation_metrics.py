@@ -114,10 +114,10 @@ class EvaluationMetrics:
 
     def precision(self, name: str) -> MeanPrecision | None:
         """Return what measures a mean average precision, by the name that `compute` returns; None for other metrics."""
-        titles = [""] if len(self._each) == 1 else [f"{title}/" for title in self.losses.titles]
-        for title, own in zip(titles, self._each, strict=True):
-            for measure in own.precision_measures:
-                if name == f"{title}{measure.key}":
+        for title, own in zip(self.losses.titles, self._each, strict=False):
+            for _, measure in own.measures:
+                # the metrics of a single loss have no prefix
+                if isinstance(measure, MeanPrecision) and f"/{title}/{measure.key}".endswith(f"/{name}"):
                     return measure
         return None
 
@@ -164,7 +164,7 @@ class _LossMetrics:
 
     def __init__(self, loss: Loss, metrics: Sequence[MetricConfig], device: torch.device) -> None:
         self._loss = loss
-        self._measures: list[tuple[Task, Measure]] = []
+        self.measures: list[tuple[Task, Measure]] = []
         # the first metric of detected objects, whose results the others read
         self._precision: MeanPrecision | None = None
         for metric in metrics_of(loss.config, metrics):
@@ -175,26 +175,21 @@ class _LossMetrics:
             measure: Measure = OWN.get(metric.name, library)(metric, device=device)
             if isinstance(measure, MeanPrecision):
                 self._precision = measure.first = self._precision or measure
-            self._measures.append((task, measure))
-        self.sizes: dict[Task, int] = dict.fromkeys((task for task, _ in self._measures), 0)
+            self.measures.append((task, measure))
+        self.sizes: dict[Task, int] = dict.fromkeys((task for task, _ in self.measures), 0)
         """What is measured -> `Measured.size`; 0 as long as it is not known."""
         self._confusions: dict[Task, Confusion | LabelConfusion] = {}
         for task in self.sizes:
             if metrics and task in CONFUSIONS:
                 # the matrix needs a configuration only to be a measure; its counts do not depend on it
                 self._confusions[task] = CONFUSIONS[task](MetricConfig(name="accuracy"), device)
-        self.names = ["loss", *(measure.key for _, measure in self._measures)]
-        self.needs_first_rank = any(measure.on_first_rank for _, measure in self._measures)
+        self.names = ["loss", *(measure.key for _, measure in self.measures)]
+        self.needs_first_rank = any(measure.on_first_rank for _, measure in self.measures)
         self.table: Counts = []
         """The confusion matrix, once `values` was called."""
         # of each term the number of targets (or of their weights), and the loss; fp64 counts exactly, and one NaN makes
         # a sum NaN
         self._totals = torch.zeros(2, loss.config.num_terms, dtype=torch.float64, device=device)
-
-    @property
-    def precision_measures(self) -> list[MeanPrecision]:
-        """The metrics of detected objects."""
-        return [measure for _, measure in self._measures if isinstance(measure, MeanPrecision)]
 
     @property
     def precisions(self) -> list[ClassPrecision]:
@@ -214,7 +209,7 @@ class _LossMetrics:
         batches = {task: Measured(self._loss, outputs, labels, task=task, loss_sum=loss_sum) for task in self.sizes}
         for task, batch in batches.items():
             self.learn(task, batch.size)
-        for task, measure in (*self._measures, *self._confusions.items()):
+        for task, measure in (*self.measures, *self._confusions.items()):
             measure.update(batches[task])
 
     def learn(self, task: Task, size: int) -> None:
@@ -226,12 +221,12 @@ class _LossMetrics:
 
     def sums(self) -> list[Tensor]:
         """Return what is added up over the ranks."""
-        measures = (*self._measures, *self._confusions.items())
+        measures = (*self.measures, *self._confusions.items())
         return [self._totals, *(state for task, measure in measures for state in measure.sums(self.sizes[task]))]
 
     def lists(self) -> list[Tensor]:
         """Return what is concatenated over the ranks; after `sums`."""
-        return [part for _, measure in self._measures for part in measure.lists()]
+        return [part for _, measure in self.measures for part in measure.lists()]
 
     def values(self, sums: Iterator[list[float]], lists: Iterator[Tensor], *, on_first_rank: bool) -> list[float]:
         """Return a value for each of `names`, from the next sums and lists; NaN if there is no target.
@@ -244,7 +239,7 @@ class _LossMetrics:
             counts = [max(counts[0], 1.0)]
         means = [loss / (count or 1.0) for count, loss in zip(counts, losses, strict=True)]
         results = [sum(means, start=0.0) if any(counts) else math.nan]
-        for task, measure in self._measures:
+        for task, measure in self.measures:
             size = self.sizes[task]
             # in the order of `sums`, which all ranks have added up
             own_sums = [next(sums) for _ in measure.sums(size)]

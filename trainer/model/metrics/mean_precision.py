@@ -33,10 +33,6 @@ MOST_CLASSES = 100
 """The most classes of which each has its precision."""
 RECALLS = slice(None, None, 5)
 """Of the 101 recalls at which COCO measures precisions, those that a curve has."""
-MOST_DETECTIONS = 100
-"""Of an image that are measured, the best ones."""
-SIZES = {"map_small": 1, "map_medium": 2, "map_large": 3}
-"""Metric -> place of the size of its objects in pycocotools; that of all sizes is 0."""
 FIRST_IOU, ALL_SIZES, MOST_FOUND = 0, 0, 2
 """Places in torchmetrics' table of precisions: an intersection over union of 0.50, objects of all sizes, the 100 best
 detections of an image."""

@@ -17,30 +17,26 @@ log = logging.getLogger(__name__)
 NAMES, NUMBER = "names", "nc"
 
 
-def write_class_names(model: onnx.ModelProto, classes: Sequence[str], *, replaced: int, background: bool) -> None:
+def write_class_names(model: onnx.ModelProto, classes: Sequence[str], *, replaced: int) -> None:
     """Replace the names in the metadata by those of the data, in place; a file without any gets none.
 
     classes: in the order of the scores; () = the data has no names. replaced: `model.num_classes`; 0 = the scores are
-    those of the file, of which the data may use the first. background: whether a score of no class stands in front.
+    those of the file.
     """
     entries = {entry.key: entry for entry in model.metadata_props}
-    if replaced and entries.get(NUMBER, onnx.StringStringEntryProto()).value.isdecimal():
+    if replaced and NUMBER in entries:
         entries[NUMBER].value = str(replaced)
     if NAMES not in entries:
         return
     before = _names(entries[NAMES].value)
-    # scores that begin anew have none of the names before
-    names = ({} if replaced else before) | dict(enumerate(classes))
-    are_known = bool(classes) and bool(before) and len(names) == (replaced or len(before))
-    if are_known and (replaced or not background or len(classes) == len(before)):
-        if names != before:
-            entries[NAMES].value = repr(names)
+    names = dict(enumerate(classes))
+    if names and before and len(names) == (replaced or len(before)):
+        entries[NAMES].value = entries[NAMES].value if names == before else repr(names)
     elif replaced:
+        # scores that begin anew have none of the names before
         model.metadata_props.remove(entries[NAMES])
-    elif classes:
-        log.warning(
-            "the metadata entry 'names' stays as it is: it does not name the scores of the %d classes", len(classes)
-        )
+    elif names:
+        log.warning("the metadata entry 'names' stays as it is: it does not name the scores of %d classes", len(names))
 
 
 def _names(text: str) -> dict[int, str]:

@@ -42,21 +42,10 @@ def replace_detector_head(model: onnx.ModelProto, config: ModelConfig, *, seed: 
     The model may then be changed in part. The same seed gives the same weights on every rank.
     """
     index = Index(model.graph)
-    rule = LOSS_RULES[config.loss]
     try:
-        layers = [_layer_before(name, index) for name in config.outputs if name]
-        levels = _by_level(layers, rule, index)
+        scores, anchors, (first, kept), old = _scores(index, config)
     except ConfigError as error:
         return list(error.problems)
-    # where one layer has the channels of all roles, the classes stand behind some of them
-    joined = len(levels[0]) == 1
-    first = sum(list(rule.roles.values())[: list(rule.roles).index("scores")]) if joined else rule.background
-    kept = sum(rule.roles.values()) if joined else rule.background
-    scores = [level[0 if joined else list(rule.roles).index("scores")] for level in levels]
-    anchors = [_anchors_of(level, rule, index) for level in levels]
-    olds = {_channels(layer, index) // number - kept for layer, number in zip(scores, anchors, strict=True)}
-    if len(olds) != 1 or (old := olds.pop()) < 1:
-        return [f"model.num_classes: the levels of the raw outputs have different numbers of classes: {sorted(olds)}"]
     # all levels may share their layers, as in RetinaNet
     for weight in dict.fromkeys(layer.input[1] for layer in scores):
         if any(reader not in scores for reader in index.readers[weight]):
@@ -72,6 +61,30 @@ def replace_detector_head(model: onnx.ModelProto, config: ModelConfig, *, seed: 
 
 
 # -- the layers
+
+
+def num_classes_of(model: onnx.ModelProto, config: ModelConfig) -> int:
+    """Return the number of classes of a detector with a grid. Raises ConfigError as `replace_detector_head`."""
+    return _scores(Index(model.graph), config)[-1]
+
+
+def _scores(index: Index, config: ModelConfig) -> tuple[list[onnx.NodeProto], list[int], tuple[int, int], int]:
+    """Return of each level the layer of the scores and its anchors; the channels of an anchor in front of its classes,
+    and all that are none of its classes; the number of classes."""
+    rule = LOSS_RULES[config.loss]
+    levels = _by_level([_layer_before(name, index) for name in config.outputs if name], rule, index)
+    # where one layer has the channels of all roles, the classes stand behind some of them
+    joined = len(levels[0]) == 1
+    first = sum(list(rule.roles.values())[: list(rule.roles).index("scores")]) if joined else rule.background
+    kept = sum(rule.roles.values()) if joined else rule.background
+    scores = [level[0 if joined else list(rule.roles).index("scores")] for level in levels]
+    anchors = [_anchors_of(level, rule, index) for level in levels]
+    olds = {_channels(layer, index) // number - kept for layer, number in zip(scores, anchors, strict=True)}
+    if len(olds) != 1 or min(olds) < 1:
+        raise ConfigError(
+            f"model.num_classes: the levels of the raw outputs have different numbers of classes: {sorted(olds)}"
+        )
+    return scores, anchors, (first, kept), olds.pop()
 
 
 def _by_level(layers: Sequence[onnx.NodeProto], rule: LossRule, index: Index) -> list[Sequence[onnx.NodeProto]]:

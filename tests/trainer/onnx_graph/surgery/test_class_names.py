@@ -13,9 +13,8 @@ OF_FILE = "{0: 'cat', 1: 'dog'}"
 @pytest.mark.parametrize(
     ("before", "classes", "settings", "after"),
     [
-        # as many classes, others, and the first ones of the file
+        # as many classes, others
         (OF_FILE, ("red", "it's"), {}, "{0: 'red', 1: \"it's\"}"),
-        (OF_FILE, ("red",), {}, "{0: 'red', 1: 'dog'}"),
         # scores that begin anew
         (OF_FILE, ("a", "b", "c"), {"replaced": 3}, "{0: 'a', 1: 'b', 2: 'c'}"),
         (OF_FILE, ("a",), {"replaced": 1}, "{0: 'a'}"),
@@ -28,7 +27,7 @@ OF_FILE = "{0: 'cat', 1: 'dog'}"
         ("cat,dog", ("red", "green"), {}, "cat,dog"),
         ("{1: 'cat', 2: 'dog'}", ("red", "green"), {}, "{1: 'cat', 2: 'dog'}"),
         (OF_FILE, ("a", "b", "c"), {}, OF_FILE),
-        ("{0: 'none', 1: 'cat'}", ("red",), {"background": True}, "{0: 'none', 1: 'cat'}"),
+        ("{0: 'none', 1: 'cat'}", ("red",), {}, "{0: 'none', 1: 'cat'}"),
         (None, ("red", "green"), {}, None),
     ],
 )
@@ -39,7 +38,7 @@ def test_names_of_the_data(
     for key, value in (("names", before), ("author", "me"), ("nc", "2")):
         if value:
             model.metadata_props.add(key=key, value=value)
-    write_class_names(model, classes, **{"replaced": 0, "background": False} | settings)  # type: ignore[arg-type]
+    write_class_names(model, classes, replaced=settings.get("replaced", 0))
     found = {entry.key: entry.value for entry in model.metadata_props}
     assert found.pop("names", None) == after
     assert found == {"author": "me", "nc": str(settings.get("replaced", 2))}

@@ -83,7 +83,7 @@ FAMILIES: Mapping[str, Family] = {
         anchor_ratio.loss,
     ),
     "yolox": Family(
-        LOSS_RULES["yolox"], simota.OFFSET, simota.decode, simota.confidence, simota.loss, may_be_coded=True
+        LOSS_RULES["yolox"], simota.OFFSET, simota.decode, anchor_ratio.confidence, simota.loss, may_be_coded=True
     ),
     "fcos": Family(
         LOSS_RULES["fcos"],

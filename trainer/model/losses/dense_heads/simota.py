@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.model.losses.dense_heads.anchor_ratio import confidence
 from onward.trainer.model.losses.dense_heads.assigned import DividedLoss, boxes_of, classes_of, overlaps
 from onward.trainer.model.losses.dense_heads.head import Head
 
@@ -33,12 +34,6 @@ def decode(head: Head) -> Tensor:
     # far beyond any image; the areas of still greater boxes would not be finite
     halves = sides.clamp(max=MOST_CODE).exp() * head.strides[:, None] / 2
     return torch.cat([centres - halves, centres + halves], -1)
-
-
-def confidence(head: Head) -> Tensor:
-    """Return the probability of each class [B, P, C]."""
-    assert head.objectness is not None
-    return head.scores.sigmoid() * head.objectness.sigmoid()[..., None]
 
 
 def loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLoss:

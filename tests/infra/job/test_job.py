@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
@@ -22,6 +22,7 @@ from onward.infra.job.job import LAST_S, LAUNCHERS, Job, Outcome, running_job, s
 from onward.infra.job.job_guard import temporary_directory
 from onward.infra.job.launcher import Ranks
 from onward.infra.job.mpirun import Mpirun
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.distributed.launched import RANK_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,6 +83,10 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Future[Outcome]]]:
 
 def test_the_trainer_knows_the_variable_in_which_each_launcher_names_the_rank() -> None:
     assert {launcher.rank_variable for launcher in LAUNCHERS.values()} <= {*RANK_VARIABLES}
+
+
+def test_each_launcher_has_a_setting_and_each_setting_a_launcher() -> None:
+    assert set(get_args(LaunchConfig.model_fields["launcher"].annotation)) == {"auto", *LAUNCHERS}
 
 
 # -- how it ends

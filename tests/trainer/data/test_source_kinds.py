@@ -12,6 +12,7 @@ import pytest
 
 import onward
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.formats.format_table import suffixes
 from onward.trainer.data.reading.source_kinds import KINDS
 from onward.trainer.data.reading.sources import locate
 from onward.trainer.errors import ConfigError, DataError
@@ -24,6 +25,11 @@ COCO = {
     "categories": [{"id": 2, "name": "cat"}],
 }
 VOC = "<annotation><object><name>cat</name><bndbox><xmin>1</xmin></bndbox></object></annotation>"
+
+
+def test_no_format_that_is_read_is_said_not_to_be() -> None:
+    named = {suffix for kind in KINDS for suffix in kind.suffixes}
+    assert named & suffixes().keys() == set()
 
 
 def sounds(folder: Path) -> Path:

@@ -29,7 +29,7 @@ from onward.trainer.optim.moments import CHUNK, hash_offset, noise, put_position
 from onward.trainer.optim.optimizers import build_optimizer, clip_factor, set_learning_rate
 from onward.trainer.optim.rules.rule import NoOtherParts, OtherParts
 from onward.trainer.optim.rules.table import RULES as RULE_TABLE
-from onward.trainer.optim.schedules import learning_rate
+from onward.trainer.optim.schedules import DECAY, learning_rate
 from onward.trainer.optim.state import (
     load_optimizer_parts,
     optimizer_parts,
@@ -68,16 +68,22 @@ def test_compatible_schedules_give_the_numbers_of_onnx_runtimes_trainer(mode: st
     assert rates(mode=mode, warmup_ratio=0.2, shape="compatible") == pytest.approx(table, abs=5e-7)
 
 
-@pytest.mark.parametrize(
-    ("mode", "table"),
-    [
-        ("none", [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ("cosine", [0.5, 1, 0.969846, 0.883022, 0.75, 0.586824, 0.413176, 0.25, 0.116978, 0.030154]),
-        ("linear", [0.5, 1, 8 / 9, 7 / 9, 6 / 9, 5 / 9, 4 / 9, 3 / 9, 2 / 9, 1 / 9]),
-        ("poly", [0.5, 1, 0.942809, 0.881917, 0.816497, 0.745356, 0.666667, 0.577350, 0.471405, 0.333333]),
-    ],
-)
+CONTINUOUS = {
+    "none": [1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    "constant": [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    "cosine": [0.5, 1, 0.969846, 0.883022, 0.75, 0.586824, 0.413176, 0.25, 0.116978, 0.030154],
+    "linear": [0.5, 1, 8 / 9, 7 / 9, 6 / 9, 5 / 9, 4 / 9, 3 / 9, 2 / 9, 1 / 9],
+    "poly": [0.5, 1, 0.942809, 0.881917, 0.816497, 0.745356, 0.666667, 0.577350, 0.471405, 0.333333],
+}
+
+
+def test_every_schedule_is_computed_and_has_a_table_of_numbers_here() -> None:
+    modes = set(get_args(ScheduleConfig.model_fields["mode"].annotation))
+    assert set(DECAY) == modes
+    assert set(CONTINUOUS) == modes
+
+
+@pytest.mark.parametrize(("mode", "table"), CONTINUOUS.items())
 def test_continuous_schedules_descend_from_where_warm_up_ends(mode: str, table: list[float]) -> None:
     assert rates(mode=mode, warmup_ratio=0.2) == pytest.approx(table, abs=5e-7)
 

@@ -18,6 +18,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "checkpoint_stall": (),
     "command_costs": ("--rounds", "1", "--commands", "import torch", "diff"),
     "data_loading": ("--images", "40", "--steps", "3", "--rows", "2000", "--rounds", "1"),
+    "detector_loops": ("--epochs", "1"),
     "first_prediction": ("--here", "--jobs", "table"),
     "fork_server": ("--turns", "1"),
     "graph_import": ("--layers", "1", "2"),

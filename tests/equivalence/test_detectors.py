@@ -13,24 +13,32 @@ import onnx
 import pytest
 import torch
 
+import onward
+from onward.tasks.export import export_file
+from onward.trainer.config.loading import load_config
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.batches.batches import one_batch
 from onward.trainer.data.schema.signature import read_training_signature
+from onward.trainer.data.schema.target_counts import count_targets
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import ObjectPrecision, read_events
+from onward.trainer.model.losses import set_prediction
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.losses.set_prediction import detections
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.model.metrics.library_measure import import_torchmetrics
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import load_model, to_module
+from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.proposal.detectors.boxes import WEIGHTS
 from onward.trainer.proposal.detectors.dense_head import recognise
 from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs
 from onward.trainer.run.directory import RunDir, read_config
 from tests.support.detectors import HEADS, detector_file
+from tests.support.own_environment import detectors_of_transformers
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_bits, final_tensors, make_run, train_run, train_until
 from tests.trainer.data.images.test_boxes import annotate, pictures
@@ -95,11 +103,22 @@ def recognised(family: str) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
     return model, [{key: getattr(loss, key) for key in ("name", "output", "strides", "anchors")}]
 
 
+def transformers_detector(name: str) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
+    """A small detector that transformers has exported, and the losses that `onward init` proposes for it."""
+    kind = {"scores": "varifocal"} if name == "rt_detr" else {}
+    given = {"output": ["logits", "boxes"], **kind}
+    losses = [{**given, "name": each, "weight": WEIGHTS[each]} for each in WEIGHTS]
+    losses[0]["num_queries"] = 0 if name == "rt_detr" else 12
+    return onnx.load(detectors_of_transformers() / f"{name}.onnx"), losses
+
+
 DETECTORS: dict[str, Callable[[], tuple[onnx.ModelProto, list[dict[str, Any]]]]] = {
     "set": lambda: (set_model(), LOSSES),
     "yolov5": lambda: (grid_model(), GRID_LOSS),
 }
 DETECTORS |= {f"file of {family}": partial(recognised, family) for family in HEADS}
+TRANSFORMERS = ("rt_detr", "yolos", "detr")
+DETECTORS |= {f"{name} of transformers": partial(transformers_detector, name) for name in TRANSFORMERS}
 QUICK = ("set", "yolov5", "file of yolov8")
 
 
@@ -125,7 +144,8 @@ def detector_run(
         # the last step has 4 rows, so that a second replica has none
         train={"num_epochs": 3, "global_batch_size": 8, "evaluation_period": 6, **(train or {})},
         checkpoint={"period": 4},
-        optimizer={"name": "adamw", "learning_rate": 3e-3},
+        # the least rounding of small gradients would choose other queries of RT-DETR
+        optimizer={"name": "sgd" if "rt_detr" in kind else "adamw", "learning_rate": 3e-3},
         **settings,
     )
 
@@ -173,6 +193,55 @@ def test_every_layout_trains_what_one_rank_trains_with_the_same_map(
         assert found.keys() == expected.keys()
         for name, number in found.items():
             assert number == pytest.approx(expected[name], rel=2e-3, abs=2e-4, nan_ok=True), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_detector_of_transformers_is_proposed_with_its_loss_whose_gradients_are_the_familys(
+    name: str, data: Path, tmp_path: Path
+) -> None:
+    folder = detectors_of_transformers()
+    onward.init(folder / f"{name}.onnx", data / "images", {}, output=tmp_path / "new.toml", steps=0)
+    losses = load_config(tmp_path / "new.toml").losses
+    wanted = transformers_detector(name)[1]
+    assert [{key: getattr(loss, key) for key in given} for loss, given in zip(losses, wanted, strict=True)] == [
+        {**given, "output": tuple(given["output"])} for given in wanted
+    ]
+    reference = np.load(folder / f"{name}.npz")
+    module = to_module(load_model(folder / f"{name}.onnx")).eval()
+    labels = torch.from_numpy(reference["labels"])
+    outputs = module(torch.from_numpy(reference["pixels"]))
+    loss = torch.zeros(())
+    for each in losses:
+        total = getattr(set_prediction, each.name)(*outputs, labels, each)
+        loss = loss + each.weight * total / count_targets(labels, len(labels), each)
+    assert loss.item() == pytest.approx(float(reference["loss"]), rel=1e-5)
+    loss.backward()  # type: ignore[no-untyped-call]
+    compared = 0
+    for key, weight in named_weights(module).items():
+        # RT-DETR stops gradients between the layers of its decoder, of which a file says nothing
+        if key in reference and (name != "rt_detr" or ".1." in key.split("decoder")[-1]):
+            # the gradient of the bias of keys is 0 but for rounding
+            atol = max(1e-4 * np.abs(reference[key]).max(), 1e-7)
+            np.testing.assert_allclose(weight.grad, reference[key], rtol=1e-4, atol=atol, err_msg=key)
+            compared += 1
+    assert compared >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [f"{name} of transformers" for name in TRANSFORMERS], indirect=True)
+def test_the_file_of_a_set_comes_back_with_its_nodes(kind: str, alone: RunDir) -> None:
+    before, after = DETECTORS[kind]()[0], onnx.load(export_file(alone, alone.checkpoint(12)).path)
+    assert [node.SerializeToString() for node in after.graph.node] == [
+        node.SerializeToString() for node in before.graph.node
+    ]
+    assert after.graph.output == before.graph.output
+    stored = [
+        {tensor.name: tensor.SerializeToString() for tensor in each.graph.initializer} for each in (before, after)
+    ]
+    assert stored[0].keys() == stored[1].keys()
+    assert sum(stored[0][key] != stored[1][key] for key in stored[0]) > 20
 
 
 def test_killed_and_resumed_it_has_the_same_bits(kind: str, data: Path, alone: RunDir, tmp_path: Path) -> None:

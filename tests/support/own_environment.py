@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+TRANSFORMERS = ("transformers>=5", "huggingface_hub", "tokenizers", "regex", "typer")
 
 
 def with_packages(folder: Path, *packages: str) -> Path:
@@ -20,6 +23,18 @@ def with_packages(folder: Path, *packages: str) -> Path:
     own = next(Path(path) for path in sys.path if path.endswith("site-packages"))
     (site / "tests.pth").write_text(f"{own}\n")
     return python
+
+
+@functools.cache
+def _exported() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="onward-transformers-")
+    run_script(with_packages(Path(folder.name) / "env", *TRANSFORMERS), "set_detectors.py", folder.name)
+    return folder
+
+
+def detectors_of_transformers() -> Path:
+    """Return the folder that set_detectors.py has filled, once in this process, which leaves nothing behind."""
+    return Path(_exported().name)
 
 
 def run_script(python: Path, script: str, *words: str | Path) -> None:

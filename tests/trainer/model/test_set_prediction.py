@@ -16,7 +16,7 @@ from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.model.losses import set_prediction
 from onward.trainer.model.losses.set_prediction import assign, centres, corners, detections, objects_of
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
-from tests.support.own_environment import run_script, with_packages
+from tests.support.own_environment import TRANSFORMERS, run_script, with_packages
 
 FORMULAS = {
     "set_classes": set_prediction.set_classes,
@@ -154,8 +154,7 @@ def test_the_overlap_is_torchvisions() -> None:
 
 @pytest.fixture(scope="module")
 def with_transformers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    packages = ["transformers>=5", "huggingface_hub", "tokenizers", "regex", "typer"]
-    return with_packages(tmp_path_factory.mktemp("transformers") / "env", *packages)
+    return with_packages(tmp_path_factory.mktemp("transformers") / "env", *TRANSFORMERS)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 import pytest
+from onnx import TensorProto, helper
 from typer.testing import CliRunner
 
 import onward
@@ -63,6 +64,23 @@ def test_the_losses_of_a_set_are_proposed_with_their_reasons(classes: int, score
     text = (tmp_path / "new.toml").read_text()
     assert "# the boxes of these images" in text
     assert "a set of boxes" in text
+
+
+@pytest.mark.parametrize(("is_chosen", "scores", "queries"), [(True, "varifocal", 0), (False, "softmax", 6)])
+def test_lengths_that_the_file_leaves_open_are_measured_and_chosen_queries_are_those_of_rt_detr(
+    is_chosen: bool, scores: str, queries: int, tmp_path: Path
+) -> None:
+    annotate(tmp_path, pictures(tmp_path))
+    model = set_model()
+    if is_chosen:
+        model.graph.initializer.append(helper.make_tensor("number", TensorProto.INT64, [1], [6]))
+        model.graph.node.append(helper.make_node("TopK", ["logits", "number"], ["best", "places"], axis=1))
+    for output in model.graph.output:
+        for dim in output.type.tensor_type.shape.dim:
+            dim.dim_param = "open"
+    loss, *_ = proposed(tmp_path, model).losses
+    assert (loss.name, loss.outputs, loss.scores) == ("set_classes", ("logits", "found"), scores)
+    assert loss.num_queries == queries
 
 
 def test_a_model_of_another_kind_is_refused_with_its_outputs(tmp_path: Path) -> None:

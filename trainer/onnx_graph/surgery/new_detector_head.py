@@ -187,11 +187,10 @@ def _adapt(
                 "among the boxes of each class alone: another number of classes cannot follow; leave model.num_classes "
                 "out and train the first classes of the file, or export it with as many as the data has"
             ]
-        elif node.op_type in ("Div", "Mod") and _array(node.input[1], index).tolist() in (old, [old]):
+        elif node.op_type in ("Div", "Mod") and _is_number(node.input[1], old, index):
             # of the number of a pair of box and class they make the number of its box and that of its class
-            if np.issubdtype(_array(node.input[1], index).dtype, np.integer):
-                _store(node, 1, 0, now, index)
-                continue
+            _store(node, 1, 0, now, index)
+            continue
         elif node.op_type == "Split":
             # such as distances and classes
             sizes = _split_sizes(node, index)
@@ -220,6 +219,11 @@ def _takes_last_class(node: onnx.NodeProto, index: Index, length: int) -> bool:
     """Return whether a Gather takes the last entry of the axis with the classes, by a stored number."""
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
     return axis != 0 and length > 1 and _array(node.input[1], index).reshape(-1).tolist() == [length - 1]
+
+
+def _is_number(name: str, number: int, index: Index) -> bool:
+    values = _array(name, index)
+    return np.issubdtype(values.dtype, np.integer) and values.tolist() in (number, [number])
 
 
 def _chooses_others(node: onnx.NodeProto, index: Index, lengths: Mapping[str, tuple[int, int]]) -> bool:

@@ -21,10 +21,10 @@ from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.source_kinds import BOX_PAGE
 from onward.trainer.data.schema.allowed_files import folder_of
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import Index, dims_of
+from onward.trainer.onnx_graph.files.index import Index, dims_of, nodes_of
 from onward.trainer.onnx_graph.surgery.surgery import apply_surgery
 from onward.trainer.proposal.detectors.dense_head import DenseHead, recognise
-from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs
+from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs, measured_shapes
 from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.inputs import num_axes, shown
 from onward.trainer.proposal.source_summary import Facts
@@ -62,26 +62,42 @@ def propose_boxes(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Seq
         return [column]
     sets = [target.info for target in found if num_axes(target.info) == 3]
     widths = {info.name: info.shape[2] if info.shape else None for info in sets}
+    measured: Mapping[str, tuple[int, ...]] = {}
+    if any(None in (info.shape or (None,))[1:] for info in sets):
+        measured = measured_shapes(model, list(widths), Path(draft.value("model.path")).parent)
+        widths |= {name: shape[2] for name, shape in measured.items()}
     boxes = [info for info in sets if widths[info.name] == 4]
     scores = [info for info in sets if widths[info.name] != 4]
     if len(boxes) != 1 or len(scores) != 1:
         _propose_dense(draft, model, facts, found)
         return [column]
     names = [scores[0].name, boxes[0].name]
-    names_of_data = _class_names(facts)
-    has_nothing = _has_no_object(draft, names_of_data, widths[scores[0].name])
-    if has_nothing:
+    shapes = f"outputs {shown(scores[0])} and {shown(boxes[0])}: a set of boxes"
+    queries = measured[names[0]][1] if measured else 0
+    _propose_set(draft, model, names, shapes, _has_no_object(draft, _class_names(facts), widths[names[0]]), queries)
+    return [column]
+
+
+def _propose_set(
+    draft: Draft, model: onnx.ModelProto, names: Sequence[str], shapes: str, has_nothing: bool, queries: int
+) -> None:
+    """Propose the losses of a set. has_nothing: whether a score is that of no object. queries: 0 = as the file says."""
+    kind, reason = ("", "") if has_nothing else ("sigmoid", "as many scores as classes")
+    # such files have no score for no object, whatever the number of classes
+    if any(node.op_type == "TopK" for node in nodes_of(model.graph)):
+        kind, reason = "varifocal", "the file chooses its queries by their scores, as RT-DETR does"
+    if not kind:
         draft.set("data.image.resize", "corner_mean", "as DETR and YOLOS are trained")
     for position, (name, weight) in enumerate(WEIGHTS.items()):
-        reason = f"outputs {shown(scores[0])} and {shown(boxes[0])}: a set of boxes" if not position else ""
-        draft.set(f"loss.{position}.name", name, reason)
-        draft.set(f"loss.{position}.output", names, "")
+        draft.set(f"loss.{position}.name", name, "" if position else shapes)
+        draft.set(f"loss.{position}.output", list(names), "")
         if weight != 1.0:
             draft.set(f"loss.{position}.weight", weight, "as in DETR")
-        if not has_nothing:
-            draft.set(f"loss.{position}.scores", "sigmoid", "" if position else "as many scores as classes")
+        if kind:
+            draft.set(f"loss.{position}.scores", kind, "" if position else reason)
+    if queries and not kind:
+        draft.set("loss.0.num_queries", queries, "counted by running the file, which does not declare them")
     draft.set("metrics", ["map", "map_50"], "")
-    return [column]
 
 
 def propose_start(draft: Draft, model: onnx.ModelProto) -> bool:

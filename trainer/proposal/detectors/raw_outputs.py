@@ -96,13 +96,8 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     # a file of many branches is no detector with a few levels
     if not 0 < len(names) <= MOST_RAW:
         return None
-    # without an axis of the batch the file makes a batch of one
-    channels, height, width = dims[-3:]
-    # a size that the file leaves open may be any
-    sides = height or OPEN_SIDE, width or OPEN_SIDE
-    shape = (*(1,) * (len(dims) - 3), channels or 3, *sides)
-    image = np.random.default_rng(0).random(shape).astype(np.float32)
-    feed = {fed[0].name: image}
+    feed = {fed[0].name: _random_image(dims)}
+    shape = feed[fed[0].name].shape
     try:
         start = find_image_start(model, names, fed[0], shape, folder) if len(dims) == 3 else None
         results = open_session(part_between(model, names, ()), base=folder).run(names, feed)
@@ -121,6 +116,28 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     size = start.filled if start else (width, height)
     operators = frozenset(node.op_type for node in nodes_of(behind.graph))
     return RawOutputs(levels, strides, size, shape[-2:], start, end, kept, operators) if levels else None
+
+
+def measured_shapes(model: onnx.ModelProto, names: Sequence[str], folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of outputs for one image, by running a file whose only input is images; {} if it has others."""
+    index = Index(model.graph)
+    fed = [value for value in model.graph.input if value.name not in index.stored]
+    dims = dims_of(fed[0]) if len(fed) == 1 else None
+    if dims is None or len(dims) != 4:
+        return {}
+    try:
+        results = open_session(model, base=folder).run(list(names), {fed[0].name: _random_image(dims)})
+    except Exception:  # as in `find_raw_outputs`
+        return {}
+    return {name: value.shape for name, value in zip(names, results, strict=True)}
+
+
+def _random_image(dims: Sequence[int | None]) -> Array:
+    # a size that the file leaves open may be any
+    sides = [side or OPEN_SIDE for side in dims[-2:]]
+    # without an axis of the batch the file makes a batch of one
+    shape = (*(1,) * (len(dims) - 3), dims[-3] or 3, *sides)
+    return np.random.default_rng(0).random(shape).astype(np.float32)
 
 
 def _last_layers(index: Index, outputs: Sequence[str], folder: Path) -> list[str]:

@@ -23,11 +23,8 @@ from onward.trainer.data.batches.cache_needs import cache_problems
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.resolve import write_resolved
-from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import source_bytes
-from onward.trainer.data.storage.object_counts import query_problems
 from onward.trainer.data.storage.part_processes import THIS_MACHINE
-from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.sharding_progress import speed
 from onward.trainer.data.storage.shards import ShardFile, ShardManifest, Split
@@ -60,11 +57,7 @@ def shard_data(run: RunDir) -> ShardManifest:
         )
     # again, now with the extremes of all rows: `configure` has seen the first ones only
     problems = data_problems(config, manifest.table, fitted=manifest.fitted)
-    problems += cache_problems(directory, manifest, config.train, config.world_size)
-    problems += query_problems(
-        directory, manifest, config.losses, lambda: recipe_of(config, read_training_signature(config.model))
-    )
-    if problems:
+    if problems := [*problems, *cache_problems(directory, manifest, config.train, config.world_size)]:
         raise ConfigError(problems)
     sizes = manifest.sizes or (manifest.rows("train"),)
     stream = sample_stream(sizes, manifest.size_bytes("train"), manifest.train[0].rows, config.data, config.train)

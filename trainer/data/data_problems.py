@@ -80,9 +80,8 @@ def data_problems(
             problems += text_problems(config.data, feed, [schema[name] for name in feed.columns])
         else:
             problems += type_problems(feed, [schema[name] for name in feed.columns])
-    problems += _doubly_read(columns, signature)
     targets = {name for feed in columns.labels() for name in feed.columns}
-    problems += misfits.label_as_input(fed.values(), targets)
+    problems += [*_doubly_read(columns, signature), *misfits.label_as_input(fed.values(), targets)]
     problems += _balance_problems(columns, schema) if config.train.shuffle == "length" else ()
     problems += _vocabulary_problems(config.model, fed, fitted)
     mask_names = config.data.image.mask_columns if config.data.image else ()

@@ -60,7 +60,7 @@ from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
 from onward.trainer.onnx_graph.files.index import all_names
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
-from onward.trainer.onnx_graph.surgery.class_names import write_class_names
+from onward.trainer.onnx_graph.surgery.metadata_names import write_class_names
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import begin_at_numbers
 from onward.trainer.onnx_graph.surgery.quantizing import store_integers
 from onward.trainer.onnx_graph.surgery.row_layout import rows_first
@@ -111,8 +111,7 @@ def export(
     folder = folder or run.export
     examines = config.monitor.report and folder == run.export  # an export elsewhere is no result of the run
     trainable = open_trainable(config, source=opened.source)
-    original = trainable.model
-    _name_classes(original, config.losses, config.model.num_classes, data)
+    original = _with_class_names(trainable.model, config.losses, config.model.num_classes, data)
     kept = tuple(filter(None, (*begin_at_numbers(original, config.model).start, *config.model.outputs)))
     # the tensors between which is trained must keep their names, so that this part can be cut out of the result
     if not config.export.strip_training:
@@ -189,13 +188,20 @@ def export(
     return exported
 
 
-def _name_classes(model: onnx.ModelProto, losses: Sequence[LossConfig], replaced: int, data: EvaluationData) -> None:
-    """Write the class names of the data into the metadata, where all losses of classes have the same ones."""
+def _with_class_names(
+    model: onnx.ModelProto, losses: Sequence[LossConfig], replaced: int, data: EvaluationData
+) -> onnx.ModelProto:
+    """Write the class names of the data into the metadata, in place, where all losses of classes have the same ones."""
     fitted = data.rows.fitted if data.rows else {}
-    found = {class_names(each, fitted) for each in losses if each.has_classes or each.rule.labels == "objects"}
+    of_classes = [loss for loss in losses if loss.has_classes]
+    of_objects = [loss for loss in losses if loss.rule.labels == "objects"]
+    found = {class_names(loss, fitted) for loss in (*of_classes, *of_objects)}
+    # several heads may have classes of their own
     names = found.pop() if len(found) == 1 else ()
-    # of numbers the data has no names
-    write_class_names(model, () if all(name.isdecimal() for name in names) else names, replaced=replaced)
+    if all(name.isdecimal() for name in names):
+        names = ()  # of numbers the data has no names
+    write_class_names(model, names, replaced=replaced)
+    return model
 
 
 def _cost_of_helpers(written: ModelFile, runner: OnnxRunner) -> str:

@@ -40,7 +40,11 @@ from onward.trainer.data.schema.columns import MAX_NAMED_ROWS, Schema, fit_block
 from onward.trainer.data.schema.fitted import Fitted, all_fitted
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.data.storage.known_content import forget, known_before, once_read
-from onward.trainer.data.storage.label_statistics import check_label_statistics, with_label_statistics
+from onward.trainer.data.storage.label_statistics import (
+    check_label_statistics,
+    refuse_more_objects,
+    with_label_statistics,
+)
 from onward.trainer.data.storage.opened_shards import damaged_files
 from onward.trainer.data.storage.part_processes import THIS_MACHINE
 from onward.trainer.data.storage.recipe import Recipe, recipe_of, stored_columns
@@ -88,10 +92,13 @@ def make_training_shards(
     if directory := shards_at(config.data):
         manifest = _finished_manifest(directory, cache)
         check_label_statistics(manifest, config.losses)
+        refuse_more_objects(directory, manifest, config.losses, None)
         # a run finds the key again as the name of what its link leads to, which must not be another link
         return directory if directory.name == manifest.key else directory.resolve(), manifest, True
     labels = {name for loss in config.losses for name in loss.columns}
-    directory, manifest, cached = shard(recipe_of(config, signature), cache, labels, report, runner)
+    recipe = recipe_of(config, signature)
+    directory, manifest, cached = shard(recipe, cache, labels, report, runner)
+    refuse_more_objects(directory, manifest, config.losses, recipe)
     return directory, with_label_statistics(directory, manifest, config.data, config.losses, signature), cached
 
 

@@ -99,6 +99,7 @@ def _resampled(
     path: Path, part: OnnxRunner, data: EvaluationData, metrics: Sequence[MetricConfig], name: str
 ) -> ResampledPrecision | None:
     """Return a mean average precision of a file on drawn images; None for a metric of another kind."""
+    # the files are run once more: their records keep no detections
     template = data.new_metrics(part.outputs)
     measure = template.precision(name)
     if measure:

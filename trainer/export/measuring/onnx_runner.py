@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[Any]]
 Compute = Callable[[Mapping[str, Array]], list[Array]]
 """Input name -> array, to the outputs in order."""
+Seen = Callable[[Sequence[Tensor], Batch, int, int], None]  # outputs of rows [start, stop), their batch, start, stop
 
 
 class OnnxRunner:
@@ -151,14 +152,10 @@ class OnnxRunner:
         problems = exact.compare(module, batches=batches, tolerance=tolerance)
         return Measured(problems, exact.parity, self.difference_from(exact, batches=batches))
 
-    def evaluate(
-        self, *also: Callable[[Sequence[Tensor], Batch, int, int], None], metrics: EvaluationMetrics | None = None
-    ) -> dict[str, float]:
+    def evaluate(self, *also: Seen, metrics: EvaluationMetrics | None = None) -> dict[str, float]:
         """Return loss and metrics over all rows of the split, as `<split>/<name>`.
 
-        metrics: what measures them; None = new ones. also: what is called with the outputs of the rows [start, stop) of
-        a batch, the batch, start and stop. If the file has a fixed batch size and computes its own loss, the rows
-        repeated to fill its last batch count.
+        metrics: None = new ones. Of a file with a fixed batch and a loss of its own, the rows that fill the last count.
         """
         metrics = metrics or self._data.new_metrics(self.outputs)
         for batch in self._data.batches():

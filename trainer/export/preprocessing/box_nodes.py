@@ -69,6 +69,7 @@ class BoxOutput:
         (kind,) = (value.type.tensor_type.elem_type for value in graph.output if value.name == self.name)
         inside = nodes.free(f"{self.name}.in_input")
         rename_values(graph, {self.name: inside})
+        # in double, as the size of the resized image is computed
         begin, factors = Fitting(how, nodes).begin_and_factors(raw)
         starts, scales, others = (
             nodes.op("Constant", value=numpy_helper.from_array(each)) for each in self._by_column(how)
@@ -80,6 +81,7 @@ class BoxOutput:
             if self.is_transposed:
                 vector = nodes.op("Reshape", vector, nodes.constant([-1, 1]))
             value = nodes.op(operator, value, vector)
+        # of the type that the file declares
         nodes.op("Cast", value, output=self.name, to=kind)
 
     def _by_column(self, how: ImageInput) -> tuple[Array, Array, Array]:
@@ -133,6 +135,7 @@ def _of_grid(file: ModelFile, loss: LossConfig, data: EvaluationData) -> BoxOutp
     with tempfile.TemporaryDirectory(prefix="onward-boxes-") as folder:
         part = OnnxRunner(trained_part(file.proto, file.path, Path(folder), data.model), data)
         try:
+            # random raw outputs go through the end of the file, as for file/map
             whole = WholeFile(file, part, data, loss)
             batch = next(iter(data.batches()))
             detections = whole.recognise(batch, image_size(batch.inputs))
@@ -155,6 +158,7 @@ def _not_understood(found: FileDetections, names: list[str], results: list[Array
         known |= {beside.factor} if beside.factor else set()
     else:
         known = {beside.score, *([beside.of_class] if beside.of_class else [])}
+    # key points, masks and boxes of a tracker would stay in the input
     understood = {table.output, *(other.output for other, _ in known)}
     if found.choice:
         understood.add(found.choice.table.output)

@@ -34,6 +34,7 @@ class ResampledPrecision:
         self.num_images = measure.first.num_images
         if found.isnan().any():
             found = objects = found[:0]  # as the metric itself, which is NaN
+        # a class without an object in the drawn images counts in none
         classes = {int(number) for rows in (found, objects) for number in rows[:, 1].tolist()}
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints what it does
             # the flag of an object where the others have their score
@@ -47,6 +48,7 @@ class ResampledPrecision:
             settings.iouThrs = np.array(library.iou_thresholds[: 1 if measure.name == "map_50" else None])
             settings.recThrs = self._recalls = np.array(library.rec_thresholds)
             evaluation.evaluate()
+        # class by class, and of each class image by image
         starts = range(0, len(evaluation.evalImgs), self.num_images)
         self._classes = [_of_class(evaluation.evalImgs[start : start + self.num_images]) for start in starts]
 
@@ -55,6 +57,7 @@ class ResampledPrecision:
         found = []
         for images, is_match, counts, objects in self._classes:
             if number := times @ objects:
+                # an image that is not drawn has the weight 0
                 weights = times[images] * counts
                 matches, all_found = (is_match * weights).cumsum(1), weights.cumsum(1)
                 precisions = matches / (all_found + np.spacing(1))
@@ -88,6 +91,7 @@ def _of_class(of_images: list[Any]) -> tuple[Array, ...]:
     of_images: what pycocotools has found in each image; None of one without objects and detections.
     """
     objects = np.array([np.count_nonzero(np.equal(each["gtIgnore"], 0)) if each else 0 for each in of_images])
+    # at least one image has some: else the class would not be listed
     known = [(number, each) for number, each in enumerate(of_images) if each]
     order = np.argsort(-np.concatenate([each["dtScores"] for _, each in known]), kind="stable")
     images = np.concatenate([np.full(len(each["dtScores"]), number) for number, each in known])

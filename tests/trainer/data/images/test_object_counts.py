@@ -9,22 +9,25 @@ import pytest
 
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.data_problems import data_problems
-from onward.trainer.data.schema.signature import read_training_signature
-from onward.trainer.data.storage.object_counts import query_problems
-from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.sharding import make_training_shards
+from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import read_config
 from tests.support.detectors import detector_file
 from tests.trainer.export.preprocessing.test_box_nodes import detector_run, grid_loss, set_model
 
 
-def problems_of(folder: Path, model: Any, loss: Any, **data: Any) -> list[str]:
+def problems_of(folder: Path, model: Any, loss: Any, *, num_queries: int = 0, **data: Any) -> list[str]:
     config = completed(read_config(detector_run(folder, model, loss, resize="pad")))
+    if num_queries:
+        config = config.model_copy(
+            update={"loss": tuple(each.model_copy(update={"num_queries": num_queries}) for each in config.loss)}
+        )
     config = config.model_copy(update={"data": config.data.model_copy(update=data)})
-    directory, manifest, _ = make_training_shards(config, folder / "cache")
-    found = data_problems(config, manifest.table, fitted=manifest.fitted)
-    recipe = recipe_of(config, read_training_signature(config.model))
-    return [*found, *query_problems(directory, manifest, config.losses, lambda: recipe)]
+    try:
+        _, manifest, _ = make_training_shards(config, folder / "cache")
+    except ConfigError as error:
+        return list(error.problems)
+    return data_problems(config, manifest.table, fitted=manifest.fitted)
 
 
 def set_loss(**settings: Any) -> list[dict[str, Any]]:
@@ -33,10 +36,11 @@ def set_loss(**settings: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_more_objects_than_queries(tmp_path: Path, scores: str) -> None:
-    train, held = problems_of(tmp_path, set_model(), set_loss(scores=scores, num_queries=2))
+    train, held = problems_of(tmp_path, set_model(), set_loss(scores=scores), num_queries=2)
     assert train == (
         f"{tmp_path}/images/03.png has 3 objects, but output 'logits' has 2 queries for each image, each of which "
-        "finds one object (1 of 4 train images have more than that): take a model with more queries, or leave objects out"
+        "finds one object (1 of 4 train images have more than that): take a model with more queries, or leave objects "
+        "out"
     )
     assert held.startswith(f"{tmp_path}/held/03.png has 3 objects")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import pytest
 
-from onward.trainer.onnx_graph.surgery.class_names import write_class_names
+from onward.trainer.onnx_graph.surgery.metadata_names import write_class_names
 
 OF_FILE = "{0: 'cat', 1: 'dog'}"
 

@@ -30,8 +30,12 @@ def write_class_names(model: onnx.ModelProto, classes: Sequence[str], *, replace
         return
     before = _names(entries[NAMES].value)
     names = dict(enumerate(classes))
-    if names and before and len(names) == (replaced or len(before)):
-        entries[NAMES].value = entries[NAMES].value if names == before else repr(names)
+    if names == before:
+        return
+    # with fewer names than scores, which are whose is not known
+    number = replaced or len(before)
+    if before and len(names) == number:
+        entries[NAMES].value = repr(names)
     elif replaced:
         # scores that begin anew have none of the names before
         model.metadata_props.remove(entries[NAMES])

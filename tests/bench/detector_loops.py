@@ -49,10 +49,12 @@ def main() -> None:
         words = (model, folder / "data.yaml", str(epochs), str(RATE), str(BATCH), str(SIDE), of_loop)
         run_script(python, "ultralytics_loop.py", *words)
         report("ultralytics", of_loop, folder, classes, time.monotonic() - began)
-        onward(folder, "init", str(model), "train/images", f"data.image.size=[{SIDE},{SIDE}]", "-o", "new.toml")
+        size = f"data.image.size=[{SIDE},{SIDE}]"
+        onward(folder, "init", str(model), "train/images", size, "--no-try", "-o", "new.toml")
         began = time.monotonic()
         settings = (
-            *(f"train.num_epochs={epochs}", f"train.global_batch_size={BATCH}", "data.evaluation_fraction=0"),
+            *(f"train.num_epochs={epochs}", f"train.global_batch_size={BATCH}"),
+            *('data.evaluation_source="test/images"', "data.evaluation_fraction=0"),
             *('optimizer.name="adamw"', f"optimizer.learning_rate={RATE}", "optimizer.weight_decay=5e-4"),
             *('schedule.mode="cosine"', "schedule.warmup_ratio=0", "data.image.augment={flip=0.5}"),
             *("metrics=[]", "monitor.report=false", 'launch.device="cpu"'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -144,8 +145,8 @@ def detector_run(
         # the last step has 4 rows, so that a second replica has none
         train={"num_epochs": 3, "global_batch_size": 8, "evaluation_period": 6, **(train or {})},
         checkpoint={"period": 4},
-        # the least rounding of small gradients would choose other queries of RT-DETR
-        optimizer={"name": "sgd" if "rt_detr" in kind else "adamw", "learning_rate": 3e-3},
+        # AdamW would make steps of the rounding of gradients that are 0, such as those of the biases of keys
+        optimizer={"name": "sgd" if "transformers" in kind else "adamw", "learning_rate": 3e-3},
         **settings,
     )
 
@@ -221,7 +222,7 @@ def test_a_detector_of_transformers_is_proposed_with_its_loss_whose_gradients_ar
     compared = 0
     for key, weight in named_weights(module).items():
         # RT-DETR stops gradients between the layers of its decoder, of which a file says nothing
-        if key in reference and (name != "rt_detr" or ".1." in key.split("decoder")[-1]):
+        if key in reference and (name != "rt_detr" or re.search(r"decoder\.(layers|\w+_embed)\.1\.", key)):
             # the gradient of the bias of keys is 0 but for rounding
             atol = max(1e-4 * np.abs(reference[key]).max(), 1e-7)
             np.testing.assert_allclose(weight.grad, reference[key], rtol=1e-4, atol=atol, err_msg=key)
@@ -232,7 +233,7 @@ def test_a_detector_of_transformers_is_proposed_with_its_loss_whose_gradients_ar
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [f"{name} of transformers" for name in TRANSFORMERS], indirect=True)
 def test_the_file_of_a_set_comes_back_with_its_nodes(kind: str, alone: RunDir) -> None:
-    before, after = DETECTORS[kind]()[0], onnx.load(export_file(alone, alone.checkpoint(12)).path)
+    before, after = DETECTORS[kind]()[0], onnx.load(export_file(alone, max(alone.checkpoints.glob("step-*"))).path)
     assert [node.SerializeToString() for node in after.graph.node] == [
         node.SerializeToString() for node in before.graph.node
     ]

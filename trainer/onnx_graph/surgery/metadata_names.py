@@ -49,5 +49,6 @@ def _names(text: str) -> dict[int, str]:
         found = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return {}
-    is_known = isinstance(found, dict) and list(found) == list(range(len(found)))
+    # the numbers may be sorted as texts, as those of ultralytics are: 0, 1, 10, 2
+    is_known = isinstance(found, dict) and set(found) == set(range(len(found)))
     return found if is_known else {}

@@ -15,6 +15,8 @@ OF_FILE = "{0: 'cat', 1: 'dog'}"
     [
         # as many classes, others
         (OF_FILE, ("red", "it's"), {}, "{0: 'red', 1: \"it's\"}"),
+        ("{1: 'dog', 0: 'cat'}", ("red", "green"), {}, "{0: 'red', 1: 'green'}"),
+        ("{1: 'dog', 0: 'cat'}", ("cat", "dog"), {}, "{1: 'dog', 0: 'cat'}"),
         # scores that begin anew
         (OF_FILE, ("a", "b", "c"), {"replaced": 3}, "{0: 'a', 1: 'b', 2: 'c'}"),
         (OF_FILE, ("a",), {"replaced": 1}, "{0: 'a'}"),

@@ -101,8 +101,8 @@ DENSEST_FILE = 20.2
 DENSEST_TREE = 10.45
 """The aim is 9."""
 MOST_TOKENS = 842_000
-"""Object detection from the file took 40,000 of them: seven families, one-to-one heads, recognition, mosaics, borders, and
-boxes in pixels of the original."""
+"""Object detection from the file took 40,000 of them: seven families, one-to-one heads, recognition, mosaics, borders,
+and boxes in pixels of the original."""
 MOST_DECISIONS = 2
 """Of a statement, or of the head of one with a body: each `and`, `or`, conditional expression, and each `for` and `if`
 of a comprehension."""

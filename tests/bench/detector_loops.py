@@ -53,7 +53,7 @@ def main() -> None:
         onward(folder, "init", str(model), "train/images", size, "--no-try", "-o", "new.toml")
         began = time.monotonic()
         settings = (
-            *(f"train.num_epochs={epochs}", f"train.global_batch_size={BATCH}"),
+            *(f"train.num_epochs={epochs}", f"train.global_batch_size={BATCH}", 'export.checkpoint="last"'),
             *('data.evaluation_source="test/images"', "data.evaluation_fraction=0"),
             *('optimizer.name="adamw"', f"optimizer.learning_rate={RATE}", "optimizer.weight_decay=5e-4"),
             *('schedule.mode="cosine"', "schedule.warmup_ratio=0", "data.image.augment={flip=0.5}"),
@@ -61,7 +61,7 @@ def main() -> None:
         )
         found = json.loads(onward(folder, "run", "new.toml", *settings, "--json"))
         onward(folder, "down")
-        exported = Path(found["directory"]) / "export" / "model.onnx"
+        (exported,) = (Path(found["directory"]) / "export").glob("*.onnx")
         report("onward run", exported, folder, classes, time.monotonic() - began)
 
 

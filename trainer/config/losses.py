@@ -269,6 +269,12 @@ def _grid_problems(loss: LossConfig, key: Callable[[str], str]) -> Iterable[str]
         yield f"{key('anchors')} has {len(loss.anchors)} levels, but {key('strides')} {len(loss.strides)}"
     if any(not level for level in loss.anchors):
         yield f"{key('anchors')} has a level without anchors; give each level at least one [width, height]"
+    tensors, levels, roles = len(loss.outputs), len(loss.strides), len(loss.rule.roles)
+    if loss.strides and tensors not in (levels, levels * roles):
+        yield (
+            f"{key('output')} names {tensors} tensors, but {key('strides')} has {levels} levels, of one tensor or "
+            f"{roles} each: {', '.join(loss.rule.roles)}"
+        )
     if loss.name == "centernet" and len(loss.strides) > 1:
         yield f"{key('strides')} has {len(loss.strides)} levels, but centernet reads one heat map"
 

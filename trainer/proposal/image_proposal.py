@@ -6,6 +6,7 @@ input [B, 3, ?, ?]                           the size that all images have, else
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +19,8 @@ from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.inputs import num_axes, shown
 from onward.trainer.proposal.source_summary import Facts
 from onward.trainer.rehearsal.trials.data_of_model import IMAGE_COLUMNS, image_column
+
+SIZE = re.compile(r"\[(\d+), (\d+)\]")
 
 
 def propose_digits(draft: Draft, inputs: Sequence[TensorInfo]) -> None:
@@ -46,8 +49,11 @@ def propose_image_column(draft: Draft, facts: Facts) -> None:
         draft.ask("data.image.column", "the column of the images", dict.fromkeys(names, ""))
 
 
-def propose_image_settings(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo]) -> None:
-    """Propose layout, channels and size where the declared shape leaves them open."""
+def propose_image_settings(draft: Draft, facts: Facts, inputs: Iterable[TensorInfo], written_size: str) -> None:
+    """Propose layout, channels and size where the declared shape leaves them open.
+
+    written_size: in the metadata, as ultralytics writes it: "[height, width]"; "" = it is not there.
+    """
     column = draft.value("data.image.column", "image")
     for info in inputs:
         if info.shape is None or len(info.shape) != 4:
@@ -65,7 +71,9 @@ def propose_image_settings(draft: Draft, facts: Facts, inputs: Iterable[TensorIn
             choices = {"rgb": "", "bgr": "as OpenCV reads files", "grey": ""}
             draft.ask("data.image.color", f"input {info.name} leaves the channels open", choices)
         sizes = facts.image_sizes(column)
-        if None in size:
+        if None in size and (sides := SIZE.fullmatch(written_size)):
+            draft.set("data.image.size", [int(side) for side in sides.groups()], "as the file's metadata says (imgsz)")
+        elif None in size:
             _propose_size(draft, info, sizes)
         elif sizes and set(sizes) == {tuple(size)}:
             draft.set("data.image.crop_ratio", 1, f"the {len(sizes)} images that were opened have the model's size")

@@ -48,6 +48,8 @@ CPU = torch.device("cpu")
 LEAST_RATE = 1e-6
 GREATEST_RATE = 1.0
 RANGE_STEPS = 60
+PROOF_S = 60.0
+"""After so many seconds no other step of a proof begins."""
 SMOOTHING = 0.8
 """Share of the smoothed loss that is kept in a step of the range test."""
 TOO_HIGH = 4.0
@@ -99,7 +101,7 @@ class RangeTest(Record):
 
 
 def prove(config: RunConfig, steps: int) -> Proof:
-    """Rehearse a configuration as a run does, and train `steps` steps on its first rows.
+    """Rehearse a configuration as a run does, and train `steps` steps on its first rows, for PROOF_S at most.
 
     Raises the errors of a run: ConfigError with all that is wrong, DataError, UnsupportedModel.
     """
@@ -117,15 +119,18 @@ def prove(config: RunConfig, steps: int) -> Proof:
     # the same rows before and after all steps: losses of different rows could not be compared
     before = training.first_loss()
     rate_of = partial(learning_rate, optimizer=config.optimizer, schedule=config.schedule, num_steps=steps)
-    losses = [training.step(rate_of(step)) for step in range(1, steps + 1)]
+    ends_at = time.monotonic() + PROOF_S
+    losses: list[float] = []
+    while len(losses) < steps and (not losses or time.monotonic() < ends_at):
+        losses.append(training.step(rate_of(len(losses) + 1)))
     after = training.first_loss()
     if not all(map(math.isfinite, (*losses, after))):
         raise ConfigError(
-            f"after {steps} steps at learning rate {config.optimizer.learning_rate:g} the loss is {after:g}; lower "
-            "optimizer.learning_rate (`onward init --range-test` finds one), or look at the data"
+            f"after {len(losses)} steps at learning rate {config.optimizer.learning_rate:g} the loss is {after:g}; "
+            "lower optimizer.learning_rate (`onward init --range-test` finds one), or look at the data"
         )
     return Proof(
-        steps=steps,
+        steps=len(losses),
         rows=config.micro_batch_size,
         loss_before=before,
         loss_after=after,

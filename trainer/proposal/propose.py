@@ -81,7 +81,8 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     images: list[TensorInfo] = []
     if {"data.image", "data.image.column"} & draft.entries.keys():
         images = [info for info in signature.fed if num_axes(info) == 4]
-    propose_image_settings(draft, facts, images)
+    written = {entry.key: entry.value for entry in model.metadata_props}
+    propose_image_settings(draft, facts, images, written.get("imgsz", ""))
     sound = audio_input(draft, signature.fed) if "data.audio" in draft.entries else None
     # images, sound and the tokenizer feed their inputs; columns of the table feed the others
     from_text = _text_inputs(draft) if is_text else set()

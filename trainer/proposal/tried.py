@@ -10,6 +10,8 @@ from onward.trainer.proposal.draft import Draft
 from onward.trainer.rehearsal.trials.preprocessing_trials import MEASURED, try_preprocessings
 
 ROWS = 100
+LIMIT_S = 60.0
+"""About how long all trials may take."""
 
 
 def propose_tried(draft: Draft) -> bool | None:
@@ -26,7 +28,7 @@ def propose_tried(draft: Draft) -> bool | None:
     if len(config.losses) != 1 or config.losses[0].name not in MEASURED or config.model.num_classes:
         return None
     try:
-        tried = try_preprocessings(config, ROWS)
+        tried = try_preprocessings(config, ROWS, limit_s=LIMIT_S)
     except ConfigError as error:  # such as labels that are probabilities
         draft.notes.append(f"preprocessings were not tried: {error.problems[0]}")
         return None

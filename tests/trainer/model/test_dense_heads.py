@@ -416,6 +416,17 @@ def test_the_rehearsal_refuses_strides_that_are_not_those_of_the_outputs() -> No
     assert "correct loss.strides, loss.output or data.image.size" in problems[1][0]
 
 
+@pytest.mark.parametrize("shape", [(IMAGES, 3, SIDE, SIDE), (IMAGES, SIDE, SIDE, 3)])
+def test_strides_that_are_not_those_of_the_input_are_refused(shape: tuple[int, ...]) -> None:
+    outputs = raw_outputs("yolov8")
+    names = [f"raw {place}" for place in range(len(outputs))]
+    batch = Batch((torch.zeros(shape),), (labels(),), IMAGES, (1.0,))
+    Losses([config("yolov8", output=tuple(names))], names).check_labels(batch, outputs)
+    halved = Losses([config("yolov8", output=tuple(names), strides=tuple(each / 2 for each in STRIDES))], names)
+    with pytest.raises(ConfigError, match=rf"are of images of {SIDE / 2:g} x {SIDE / 2:g} pixels, but the input is"):
+        halved.check_labels(batch, outputs)
+
+
 def test_the_balance_of_the_objectness_is_that_of_the_stride() -> None:
     assert balance([8, 16, 32]) == [4.0, 1.0, 0.4]
     assert balance([32, 16, 8]) == [0.4, 1.0, 4.0]
@@ -506,6 +517,7 @@ def test_a_box_that_is_far_too_large_leaves_the_loss_finite() -> None:
         ("ssd", {"anchors": ((), *ANCHORS[1:])}, "loss.anchors has a level without anchors"),
         ("centernet", {"strides": (8.0, 16.0)}, "loss.strides has 2 levels, but centernet reads one heat map"),
         ("fcos", {"strides": ()}, "loss.name 'fcos' needs loss.strides"),
+        ("yolov8", {}, "loss.output names 2 tensors, but loss.strides has 3 levels, of one tensor or 2 each: boxes, s"),
     ],
 )
 def test_settings_of_levels_that_contradict_each_other_are_named(name: Any, changes: Any, problem: str) -> None:

@@ -11,6 +11,7 @@ import onward
 from onward.trainer.config.loading import load_config
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.errors import ConfigError
+from onward.trainer.proposal import proof, tried
 from tests.support.remote_servers import web_server
 from tests.support.unseen import UNSEEN
 
@@ -28,6 +29,17 @@ PROPOSED: dict[str, dict[str, Any]] = {
     "series": {"data.table.window.length": 24, "data.table.window.horizon": 3, "data.label": "load_ahead"},
 }
 """What the configuration of each kind says, among other things."""
+
+
+def test_trials_and_proof_of_a_slow_model_take_fewer_rows_and_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = UNSEEN["image folder"](tmp_path)
+    monkeypatch.setattr(tried, "LIMIT_S", 1e-3)
+    monkeypatch.setattr(proof, "PROOF_S", 0.0)
+    found = onward.init(tmp_path / "model.onnx", data, output=tmp_path / "config.toml")
+    assert found.proof is not None
+    assert found.proof.steps == 1
 
 
 @pytest.mark.parametrize("kind", UNSEEN)

@@ -502,6 +502,15 @@ def test_a_file_that_exists_is_replaced_with_force_only(tmp_path: Path) -> None:
         onward.init(tmp_path / "model.onnx", data, output=tmp_path, steps=0)
 
 
+def test_the_size_of_images_is_that_of_the_metadata_where_the_model_leaves_it_open(tmp_path: Path) -> None:
+    data = _image_size(tmp_path)
+    model = onnx.load(tmp_path / "model.onnx")
+    model.metadata_props.add(key="imgsz", value="[48, 64]")
+    onnx.save(model, tmp_path / "model.onnx")
+    onward.init(tmp_path / "model.onnx", data, output=tmp_path / "config.toml", steps=0)
+    assert "size = [48, 64]  # as the file's metadata says (imgsz)" in (tmp_path / "config.toml").read_text()
+
+
 def test_the_bundled_digits_get_the_size_and_the_channels_of_the_model(tmp_path: Path) -> None:
     model = linear(tmp_path, {"image": (1, 16, 16)}, {"logits": (10,)})
     proposed = onward.init(model, "digits", output=tmp_path / "config.toml", steps=2)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,8 @@ class Annotations:
 
 def place_of(source: Path, place: str) -> Path:
     """Return the file or folder of annotations of a source, a folder of images. place: `data.image.boxes`."""
-    return (source / place.replace("{source}", source.name)).resolve()
+    # not resolve(): "../labels" of a folder that is a link is beside the link
+    return Path(os.path.normpath((source / place.replace("{source}", source.name)).absolute()))
 
 
 def annotation_files(source: Path, place: str) -> list[Path]:

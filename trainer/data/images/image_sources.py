@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +101,8 @@ def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> l
     """
     name, path = files[0]
     source = Path(str(path).removesuffix(name))
-    folder = ImageConfig(mask_folder=mask_folder).masks_of(source).resolve()
+    # not resolve(): "../masks" of a folder that is a link is beside the link
+    folder = Path(os.path.normpath(ImageConfig(mask_folder=mask_folder).masks_of(source).absolute()))
     if not folder.is_dir():
         raise DataError(f"data.image.mask_folder: there is no folder {folder}")
     found: dict[PurePosixPath, list[Path]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,5 +209,8 @@ def _write_npz(path: Path, found: Predictions) -> None:
     joined = {name: np.concatenate(parts) for name, parts in arrays.items()}
     # texts have a fixed width, because numpy would pickle objects
     named = {name: np.array(cells) for name, cells in ids.items() if name not in joined}
-    with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **named, **joined)
+    # not numpy.savez, whose own arguments are names that a column may have
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in {**named, **joined}.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, array, allow_pickle=False)

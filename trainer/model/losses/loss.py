@@ -25,6 +25,7 @@ from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.schema.class_axis import Dims, find_class_axis
+from onward.trainer.data.schema.detection_grids import size_of
 from onward.trainer.data.schema.label_axes import check_axes, check_elements
 from onward.trainer.data.schema.target_counts import soft_axis, target_counter, without_lengths
 from onward.trainer.data.sequence_lengths import sequence_problems
@@ -260,6 +261,8 @@ class Loss:
         place: which of the batch's labels are this loss's.
         It compares numbers of the host. On a GPU such a label would stop the device, in a later and unrelated call.
         """
+        if self.config.rule.has_grid:
+            self._check_grid(batch, outputs)
         own = batch.labels[place]
         # labels of numbers, probabilities and absent labels have no range
         if not self.config.has_classes or own is None or own.is_floating_point():
@@ -278,6 +281,20 @@ class Loss:
             self._refuse_labels(batch, own, num_classes)
         if self.config.rule.labels == "sequences":
             self._check_sequences(batch, own, lengths, self._own(outputs).shape[1])
+
+    def _check_grid(self, batch: Batch, outputs: Tensor | Sequence[Tensor]) -> None:
+        # height and width are in front of the channels or behind them
+        images = [tuple(each.shape[1:]) for each in batch.inputs if each.dim() == 4]
+        read = [outputs] if isinstance(outputs, Tensor) else [outputs[place] for place in self.indices]
+        strides = self.config.strides
+        of_level = read[:: len(read) // len(strides)]
+        height, width = size_of([(each.shape[2], each.shape[3]) for each in of_level], strides)
+        off = [max(abs(side[0] - height), abs(side[1] - width)) for dims in images for side in (dims[1:], dims[:2])]
+        if off and min(off) >= max(strides):
+            raise ConfigError(
+                f"loss.strides {list(strides)}: with them the raw outputs are of images of {height:g} x {width:g} "
+                f"pixels, but the input is {list(images[0])}; correct them (`onward init` reads them in the file)"
+            )
 
     def _check_sequences(self, batch: Batch, own: Tensor, lengths: Tensor | None, steps: int) -> None:
         # F.ctc_loss reads these numbers on the host, too

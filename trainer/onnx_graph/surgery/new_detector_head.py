@@ -119,16 +119,28 @@ def _channels(node: onnx.NodeProto, index: Index) -> int:
 
 def _anchors_of(level: Sequence[onnx.NodeProto], rule: LossRule, index: Index) -> int:
     """Return the anchors of a cell of a level."""
-    if not rule.has_anchors:
-        return 1
     if len(level) == 1:
+        if not rule.has_anchors:
+            return 1
         if not rule.by_level or _channels(level[0], index) % USUAL_ANCHORS:
             raise ConfigError(
                 "model.num_classes: one tensor holds all channels of a level, and how many anchors they are of is not "
                 "known; leave model.num_classes out, and train the first classes of the file"
             )
         return USUAL_ANCHORS
-    return _channels(level[list(rule.roles).index("boxes")], index) // rule.roles["boxes"]
+    channels = dict(zip(rule.roles, (_channels(layer, index) for layer in level), strict=True))
+    anchors = channels["boxes"] // rule.roles["boxes"] if rule.has_anchors else 1
+    fits = all(channels[role] == anchors * number for role, number in rule.roles.items() if number)
+    # of the scores nothing is known but that all anchors have as many
+    if not fits or not anchors or channels["scores"] % anchors:
+        found, read = (
+            ", ".join(f"{role} {number or 'any'}" for role, number in each.items()) for each in (channels, rule.roles)
+        )
+        raise ConfigError(
+            f"loss.output: the tensors of a level have as many channels: {found}; the loss reads, of each anchor: "
+            f"{read}; name the raw outputs of this loss, or take the loss of the file (`onward init` finds it)"
+        )
+    return anchors
 
 
 def _replace_channels(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ from onward.trainer.rehearsal.trials.preprocessing_candidates import Settings, c
 from onward.trainer.run.recorded.trial_records import PreprocessingTrial, PreprocessingTrials
 
 FIRST_ROWS = 32
+LEAST_ROWS = 4
 KEPT = 1 / 3
 """Rows of the first round; each round keeps this share of the candidates and takes the inverse more rows."""
 ROWS_AT_ONCE = 32
@@ -68,9 +70,10 @@ SURE = 3.0
 """Standard errors by which an accuracy must be above another one to count as better."""
 
 
-def try_preprocessings(config: RunConfig, rows: int) -> PreprocessingTrials:
+def try_preprocessings(config: RunConfig, rows: int, *, limit_s: float = math.inf) -> PreprocessingTrials:
     """Run the file of `config` on `rows` rows of its data under each plausible preprocessing.
 
+    limit_s: about how long all of them may take; with a slow model each gets fewer rows.
     Raises ConfigError when the loss takes no labels or the data does not fit the model, DataError for unreadable data.
     """
     signature = read_training_signature(config.model)
@@ -91,7 +94,7 @@ def try_preprocessings(config: RunConfig, rows: int) -> PreprocessingTrials:
                 "preprocessings cannot be tried on single rows"
             )
         runner = OnnxRunner(part, _no_data(config.model, config.losses))
-        experiment = _Experiment(config, signature, runner, rows)
+        experiment = _Experiment(config, signature, runner, rows, limit_s)
         ranked = experiment.ranked([_Trial(settings) for settings in candidates(config, signature)])
     return experiment.record(ranked)
 
@@ -125,13 +128,14 @@ class _Trial:
 class _Experiment:
     """The rows of the data under each preprocessing, read once for all that only differ in what is done in a batch."""
 
-    def __init__(self, config: RunConfig, signature: Signature, runner: OnnxRunner, rows: int) -> None:
+    def __init__(self, config: RunConfig, signature: Signature, runner: OnnxRunner, rows: int, limit_s: float) -> None:
         self._config = config
         self._signature = signature
         self._runner = runner
         self._loss = Losses(config.losses, runner.outputs).each[0]
         """Completed from the first rows that are read."""
         self._most = rows
+        self._limit_s = limit_s
         # to infer it takes a walk over the folder, and no trial changes it
         self._schema = infer_schema(config.data)
         self._read: dict[str, FirstRows] = {}
@@ -142,7 +146,8 @@ class _Experiment:
         """Return all trials, the best first; those that were given up behind those with more rows."""
         given_up: list[_Trial] = []
         # two are compared on all rows at once
-        rows = FIRST_ROWS if len(trials) > 2 else self._most
+        first_rows = self._affordable_rows(trials)
+        rows = first_rows if len(trials) > 2 else self._most
         while True:
             for trial in trials:
                 self._extend(trial, min(rows, self._most))
@@ -154,6 +159,21 @@ class _Experiment:
             given_up = [*trials[kept:], *given_up]
             trials = trials[:kept]
             rows = round(rows / KEPT) if len(trials) > 2 else self._most
+
+    def _affordable_rows(self, trials: Sequence[_Trial]) -> int:
+        """Return the rows of the first round, and limit those of the last one alike, by the time of a few rows."""
+        if math.isinf(self._limit_s):
+            return FIRST_ROWS
+        # what is read and opened once is not counted
+        for rows in (LEAST_ROWS, 2 * LEAST_ROWS):
+            began = time.monotonic()
+            self._extend(trials[0], min(rows, self._most))
+        row_s = (time.monotonic() - began) / LEAST_ROWS
+        # each of about three rounds takes as long as the first one
+        affordable = self._limit_s / max(3 * len(trials) * row_s, 1e-9)
+        rows = round(min(FIRST_ROWS, max(2 * LEAST_ROWS, affordable)))
+        self._most = min(self._most, math.ceil(self._most * rows / FIRST_ROWS))
+        return rows
 
     def _extend(self, trial: _Trial, rows: int) -> None:
         """Run more rows, up to `rows` in all."""

@@ -18,7 +18,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.images import AugmentConfig
 from onward.trainer.data.batches.batches import Batch, Batches, one_batch
 from onward.trainer.data.images.augmentation import Mixing, seeds
-from onward.trainer.data.images.box_annotations import read_annotations
+from onward.trainer.data.images.box_annotations import place_of, read_annotations
 from onward.trainer.data.images.image_inputs import box_column
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, CROWD, DIFFICULT, boxes_of
 from onward.trainer.data.schema.permutation import hash_key, keyed_hash
@@ -233,6 +233,14 @@ def test_two_replicas_take_the_boxes_of_one_also_augmented(tmp_path: Path) -> No
         parts = [halves[at // 4][step] for at in range(8)]
         for at, part in enumerate(parts):
             np.testing.assert_array_equal(boxes_in(batch, at), boxes_in(part, at % 4))
+
+
+def test_boxes_beside_a_link_to_images_are_those_beside_the_link(tmp_path: Path) -> None:
+    annotate(tmp_path, pictures(tmp_path))
+    (tmp_path / "other" / "labels").mkdir(parents=True)
+    (tmp_path / "other" / "images").symlink_to(tmp_path / "images")
+    assert place_of(tmp_path / "other" / "images", "../labels") == tmp_path / "other" / "labels"
+    assert place_of(tmp_path / "images", "../labels") == tmp_path / "labels"
 
 
 MIXED: dict[str, Any] = {"mosaic": 0.7, "mixup": 8.0, "flip": (0.5, 0.5), "color_jitter": 0.2}

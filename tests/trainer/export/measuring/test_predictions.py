@@ -229,6 +229,11 @@ def test_masks_are_refused_as_columns_and_written_as_they_are(tmp_path: Path) ->
     with np.load(tmp_path / "out.npz", allow_pickle=False) as arrays:
         assert arrays["row"].tolist() == [0, 1, 2, 3]
         assert arrays[meaning["name"]].ndim == 4
+    write_classes(tmp_path / "photos", each=1)
+    # rows of a folder have a column `file`
+    write_predictions(tmp_path / "images.npz", predictions(predictor, tmp_path / "photos"))
+    with np.load(tmp_path / "images.npz", allow_pickle=False) as arrays:
+        assert arrays["file"].tolist() == ["cat/000.jpg", "dog/000.jpg"]
 
 
 def test_masks_become_images_with_the_class_of_each_pixel(tmp_path: Path) -> None:

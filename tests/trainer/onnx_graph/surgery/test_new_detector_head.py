@@ -108,6 +108,13 @@ def test_raw_outputs_that_are_no_convolutions_are_refused() -> None:
         changed(model, "yolov8", (joined,), 3)
 
 
+def test_layers_that_are_not_those_of_the_loss_are_refused() -> None:
+    model = detector_file("yolov8")
+    outputs = raw_names(model)
+    with pytest.raises(ConfigError, match=r"as many channels: boxes 64, .* of each anchor: boxes 4, scores any; name"):
+        changed(model, "retinanet", outputs, 5)
+
+
 def test_levels_may_share_the_layer_of_their_scores() -> None:
     model = detector_file("retinanet")
     for node in model.graph.node:

@@ -129,16 +129,14 @@ def _anchors_of(level: Sequence[onnx.NodeProto], rule: LossRule, index: Index) -
             )
         return USUAL_ANCHORS
     channels = dict(zip(rule.roles, (_channels(layer, index) for layer in level), strict=True))
-    anchors = channels["boxes"] // rule.roles["boxes"] if rule.has_anchors else 1
-    fits = all(channels[role] == anchors * number for role, number in rule.roles.items() if number)
+    anchors = max(1, channels["boxes"] // rule.roles["boxes"]) if rule.has_anchors else 1
+    wanted = {role: anchors * number or channels[role] for role, number in rule.roles.items()}
     # of the scores nothing is known but that all anchors have as many
-    if not fits or not anchors or channels["scores"] % anchors:
-        found, read = (
-            ", ".join(f"{role} {number or 'any'}" for role, number in each.items()) for each in (channels, rule.roles)
-        )
+    if channels != wanted or channels["scores"] % anchors:
         raise ConfigError(
-            f"loss.output: the tensors of a level have as many channels: {found}; the loss reads, of each anchor: "
-            f"{read}; name the raw outputs of this loss, or take the loss of the file (`onward init` finds it)"
+            f"loss.output: the tensors of a level have the channels {channels}, but of an anchor the loss reads "
+            f"{dict(rule.roles)} (0 = any); name the raw outputs of this loss, or take the loss of the file "
+            "(`onward init` finds it)"
         )
     return anchors
 

@@ -111,7 +111,9 @@ def test_raw_outputs_that_are_no_convolutions_are_refused() -> None:
 def test_layers_that_are_not_those_of_the_loss_are_refused() -> None:
     model = detector_file("yolov8")
     outputs = raw_names(model)
-    with pytest.raises(ConfigError, match=r"as many channels: boxes 64, .* of each anchor: boxes 4, scores any; name"):
+    with pytest.raises(
+        ConfigError, match=r"have the channels {'boxes': 64, .* reads {'boxes': 4, 'scores': 0} \(0 = any\); name"
+    ):
         changed(model, "retinanet", outputs, 5)
 
 

@@ -18,7 +18,7 @@ from onward.trainer.onnx_graph.examples.reference_models import build_gpt2, buil
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
-from onward.trainer.onnx_import.train_selection import describe_weights, select_trained
+from onward.trainer.onnx_import.train_selection import select_trained
 from tests.support.graphs import (
     MODELS,
     feed,
@@ -29,6 +29,7 @@ from tests.support.graphs import (
     tiny_transformer,
 )
 from tests.support.trained_models import model_with_weights, running_statistics
+from tests.support.weight_roles import describe_weights
 
 SUBJECTS = {
     **MODELS,

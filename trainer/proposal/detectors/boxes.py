@@ -24,7 +24,7 @@ from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.files.index import Index, dims_of, nodes_of
 from onward.trainer.onnx_graph.surgery.surgery import apply_surgery
 from onward.trainer.proposal.detectors.dense_head import DenseHead, recognise
-from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs, measured_shapes
+from onward.trainer.proposal.detectors.raw_outputs import RawOutputs, find_raw_outputs, measured_shapes
 from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.inputs import num_axes, shown
 from onward.trainer.proposal.source_summary import Facts
@@ -68,8 +68,11 @@ def propose_boxes(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Seq
         widths |= {name: shape[2] for name, shape in measured.items()}
     boxes = [info for info in sets if widths[info.name] == 4]
     scores = [info for info in sets if widths[info.name] != 4]
-    if len(boxes) != 1 or len(scores) != 1:
-        _propose_dense(draft, model, facts, found)
+    raw = find_raw_outputs(model, Path(draft.value("model.path")).parent)
+    head = recognise(raw) if raw else None
+    # boxes and scores of all cells of a grid look as those of a set do
+    if head or len(boxes) != 1 or len(scores) != 1:
+        _propose_dense(draft, model, facts, found, raw, head)
         return [column]
     names = [scores[0].name, boxes[0].name]
     shapes = f"outputs {shown(scores[0])} and {shown(boxes[0])}: a set of boxes"
@@ -128,10 +131,15 @@ def propose_start(draft: Draft, model: onnx.ModelProto) -> bool:
     return bool(start.std)
 
 
-def _propose_dense(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Sequence[Target]) -> None:
+def _propose_dense(
+    draft: Draft,
+    model: onnx.ModelProto,
+    facts: Facts,
+    found: Sequence[Target],
+    raw: RawOutputs | None,
+    head: DenseHead | None,
+) -> None:
     """Propose the loss of the family of a detector with a grid. Raises ConfigError if none is recognised."""
-    raw = find_raw_outputs(model, Path(draft.value("model.path")).parent)
-    head = recognise(raw) if raw else None
     if head is None:
         listed = ", ".join(f"{target.info.name} {shown(target.info)}" for target in found) or "none of floats"
         candidates = f"; its last layers are {raw.described}" if raw else ""

@@ -13,8 +13,9 @@ from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode
-from onward.trainer.onnx_import.train_selection import describe_weights, select_trained
+from onward.trainer.onnx_import.train_selection import select_trained
 from tests.support.trained_models import running_statistics
+from tests.support.weight_roles import describe_weights
 
 HEADER = '<ir_version: 8, opset_import: ["" : 17, "local" : 1]>\n'
 

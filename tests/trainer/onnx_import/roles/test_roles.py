@@ -15,8 +15,9 @@ from onward.trainer.onnx_graph.inner_tensors import lift_inner_tensors
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights, stored_weights
 from onward.trainer.onnx_import.roles.roles import find_roles
-from onward.trainer.onnx_import.train_selection import describe_weights, select_trained
+from onward.trainer.onnx_import.train_selection import select_trained
 from tests.support.trained_models import model_with_weights
+from tests.support.weight_roles import describe_weights
 
 HEADER = '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>\n'
 

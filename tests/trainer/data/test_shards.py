@@ -8,6 +8,7 @@ import re
 import struct
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,20 @@ def test_rows_of_many_files_come_in_the_order_asked_for(
             np.testing.assert_array_equal(found["x"], values[numbers])
         one_by_one = [int(np.asarray(train.read(rows[at : at + 1])["ids"])[0]) for at in range(len(rows))]
         assert numbers.tolist() == one_by_one
+
+
+def test_a_copy_with_soft_labels_reads_files_that_the_other_has_opened(tmp_path: Path, npz: Path) -> None:
+    directory, _, _ = make_shards(DataConfig(source=str(npz), rows_per_shard=20), None, tmp_path / "cache")
+    plain = open_shards(directory, "train")
+    soft: Any = SimpleNamespace(names=("soft",), read=lambda rows: {"soft": rows})
+    copied = plain.with_soft_labels(soft)
+    for rows in (np.array([0]), np.array([plain.num_rows - 1, 25]), np.array([45, 1])):
+        one, other = plain.read(rows), copied.read(rows)
+        assert other.pop("soft").tolist() == rows.tolist()
+        for name, values in one.items():
+            np.testing.assert_array_equal(other[name], values)
+    plain.close_files()
+    np.testing.assert_array_equal(copied.read(rows)["soft"], rows)
 
 
 def test_a_row_that_no_file_has_is_an_error_and_no_memory_is_read(tmp_path: Path, npz: Path) -> None:

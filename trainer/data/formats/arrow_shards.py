@@ -124,11 +124,15 @@ class ArrowFiles:
                 self._views[name] = list(chain.from_iterable(reader.views[name] for reader in readers))
 
     def read(self, rows: Array) -> dict[str, Values]:
-        """Return rows [n], in the order asked for: arrays [n, *shape], or lists of n arrays. All must be in a file."""
+        """Return rows [n], in the order asked for: arrays [n, *shape], or lists of n arrays.
+
+        Raises IndexError for a row that is in no file.
+        """
         # `side="right"`: a row that starts a batch belongs to it, also behind batches without rows
         batches = np.searchsorted(self._begins, rows, side="right") - 1
         # memory between two files may be of anything
-        assert ((rows >= self._begins[0]) & (rows < self._ends[batches])).all()
+        if not ((rows >= self._begins[0]) & (rows < self._ends[batches])).all():
+            raise IndexError("a row is in none of these files")
         offsets = rows - self._begins[batches]
         result: dict[str, Values] = {}
         for column in self._columns:

@@ -170,8 +170,8 @@ class Shards:
         self._files = manifest.files(split)
         self._starts = np.cumsum([0, *(file.rows for file in self._files)])
         self._open: dict[int, _Reader] = {}
-        # the open files as one; None after one was opened or closed
-        self._joined: _Files | None = None
+        # the open files as one; empty after one was opened or closed. A list, which a copy with soft labels shares
+        self._joined: list[_Files] = []
         self._opening = threading.Lock()
         # file -> descriptor, which keeps a file of a server that was fetched ahead
         self._ahead: dict[int, int] = {}
@@ -252,11 +252,11 @@ class Shards:
         with self._opening:
             for number in files.tolist():
                 self._opened(number)
-            if self._joined is None:
+            if not self._joined:
                 numbers = sorted(self._open)
                 readers = [self._open[number] for number in numbers]
-                self._joined = SHARD_FILES[self._manifest.format](readers, self._starts[numbers])
-            joined = self._joined
+                self._joined.append(SHARD_FILES[self._manifest.format](readers, self._starts[numbers]))
+            joined = self._joined[0]
         values = joined.read(rows)
         if self._server:
             # rows of varying length are views of the file, which may be deleted once its reader is closed
@@ -323,14 +323,14 @@ class Shards:
 
     def _release_all(self) -> None:
         self._open.clear()
-        self._joined = None
+        self._joined.clear()
         self.release_ahead(list(self._ahead))
 
     def close_files(self) -> None:
         """Close all files; one that is read again is opened again."""
         with self._opening:
             self._open.clear()
-            self._joined = None
+            self._joined.clear()
 
     def _reader(self, number: int) -> _Reader:
         with self._opening:
@@ -348,7 +348,7 @@ class Shards:
             if not self._reads_around:
                 reader.read_nothing_around()
             self._open[number] = reader
-            self._joined = None
+            self._joined.clear()
             if len(self._open) > self._most_open:
                 # of rows that were read from it, numpy keeps the mapping
                 del self._open[next(iter(self._open))]

@@ -23,7 +23,7 @@ def init(
     output: Annotated[Path, typer.Option("--output", "-o", help="The configuration to write.")] = Path("config.toml"),
     force: Annotated[bool, typer.Option("--force", help="Replace the configuration if there is one.")] = False,
     no_try: Annotated[bool, typer.Option("--no-try", help="Train no steps as a proof.")] = False,
-    steps: Annotated[int, typer.Option(help="Steps of the proof.", min=1, max=100_000)] = 20,
+    steps: Annotated[int, typer.Option(help="Steps of the proof, for a minute at most.", min=1, max=100_000)] = 20,
     range_test: Annotated[
         bool, typer.Option("--range-test", help="Find the learning rate by a range test of at most 60 steps.")
     ] = False,

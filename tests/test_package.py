@@ -80,6 +80,7 @@ def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path
     assert zipfile.ZipFile(wheel).read("onward-0.1.0.dist-info/top_level.txt").split() == [b"onward"]
 
 
+@pytest.mark.slow
 def test_a_wheel_of_the_source_distribution_is_the_same(wheel: Path, tmp_path: Path) -> None:
     source = copy_tree(tmp_path / "source", tracked())
     program = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
@@ -314,10 +315,12 @@ def image_source(root: Path) -> Path:
     return root / "source"
 
 
+@pytest.mark.slow
 def test_the_files_that_the_image_copies_are_enough_for_the_wheel(wheel: Path, tmp_path: Path) -> None:
     assert content(build_wheel(image_source(tmp_path / "image"), tmp_path)) == content(wheel)
 
 
+@pytest.mark.slow
 def test_the_images_pip_command_resolves_to_the_tested_versions(tmp_path: Path) -> None:
     """Offline: what it asks for, under its constraints, is what is installed here, and only Onward is left to do."""
     source = image_source(tmp_path / "image")

@@ -68,6 +68,7 @@ def test_an_imported_graph_and_its_module_have_one_loss(monkeypatch: pytest.Monk
     assert row.startswith("| gpt2, legacy-14, batch 1, eager |")
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_an_update_is_timed_beside_the_loop_written_by_hand() -> None:
     (found,) = run_ranks(1, "tests.bench.update_time:compare", "squeezenet", 1)

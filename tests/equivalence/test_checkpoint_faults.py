@@ -302,7 +302,7 @@ def may_mount() -> bool:
     return probe.returncode == 0
 
 
-@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 12])
 @pytest.mark.parametrize("role", [die_saving, die_replacing, die_keeping])
 def test_killed_before_any_call_the_old_or_the_new_checkpoint_is_whole(role: Callable[[Path], None], each: int) -> None:
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a process may die anywhere; disks are slower
@@ -328,6 +328,7 @@ def test_a_write_that_fails_on_one_rank_fails_the_save_on_all_with_the_same_word
     assert names(run) == ["step-000000001"]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")

@@ -380,6 +380,7 @@ def precision(mpi: MPIContext) -> list[float]:
     return [values["loss"], values["map"], values["map_50"], values["map_small"]]
 
 
+@pytest.mark.slow
 def test_all_ranks_have_the_precision_of_one() -> None:
     [one] = run_ranks(1, "tests.equivalence.test_detectors:precision")
     three = run_ranks(3, "tests.equivalence.test_detectors:precision")

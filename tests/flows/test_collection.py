@@ -219,6 +219,7 @@ def test_an_unknown_state_or_kind_is_refused_with_the_choices(home: Path) -> Non
     assert shown == "0 would be removed, 0.0 MB\n"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_servers")
 def test_with_a_prefect_server_that_does_not_start_no_run_is_listed(home: Path) -> None:
     database().parent.mkdir(parents=True)

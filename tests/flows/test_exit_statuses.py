@@ -177,7 +177,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_at_once(workshop: Wo
     assert workshop.onward("status", run.root.name)["state"] == "failed"
 
 
-@pytest.mark.parametrize(("setting", "status"), [("optimizer.learning_rat=1", 2), ("launch.device='cuda'", 3)])
+@pytest.mark.parametrize(
+    ("setting", "status"),
+    [("optimizer.learning_rat=1", 2), pytest.param("launch.device='cuda'", 3, marks=pytest.mark.slow)],
+)
 def test_a_configuration_that_cannot_work_begins_no_run(setting: str, status: int, workshop: Workshop) -> None:
     ended, answer, shown = typed(workshop, "run", str(workshop.root / "config.toml"), setting)
     assert (ended, answer["exit_code"]) == (status, status)

@@ -35,6 +35,7 @@ def workshop(tmp_path: Path) -> Iterator[Workshop]:
     workshop.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_work_is_refused_with_every_reason_before_anything_is_sharded_or_launched(
     workshop: Workshop,
 ) -> None:

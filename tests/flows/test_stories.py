@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -47,14 +46,6 @@ GOALS: dict[str, tuple[Goal, ...]] = {
     "table": (Goal("r2", 0.85),),
     "two-heads": (Goal("kind/accuracy", 0.95), Goal("centre/mse", 0.02, greatest=False)),
 }
-QUICK = "table"
-"""The example that is trained in the normal run of the tests."""
-
-
-def whole(name: str) -> Any:
-    """Mark a whole run, which takes minutes unless it is QUICK."""
-    marks = [pytest.mark.mpi, pytest.mark.timeout(900)]
-    return pytest.param(name, marks=marks if name == QUICK else [*marks, pytest.mark.slow])
 
 
 @pytest.fixture
@@ -64,7 +55,10 @@ def workshop(tmp_path: Path) -> Iterator[Workshop]:
     workshop.close()
 
 
-@pytest.mark.parametrize("name", [whole(name) for name in FOLDERS])
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_an_example_reaches_its_metric(name: str, workshop: Workshop) -> None:
     folder = workshop.root / name
     written = workshop.onward("example", name, str(folder))
@@ -84,6 +78,7 @@ def test_an_example_reaches_its_metric(name: str, workshop: Workshop) -> None:
         assert f"evaluation/{goal.metric}" in run.data.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
 def test_the_report_of_a_detector_shows_what_it_finds(workshop: Workshop) -> None:

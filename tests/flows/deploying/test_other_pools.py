@@ -24,7 +24,7 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 
-pytestmark = [pytest.mark.usefixtures("only_servers"), pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("only_servers"), pytest.mark.timeout(2400)]
 
 SECRET = "0123456789abcdef-of-the-team"
 
@@ -59,7 +59,6 @@ def read(deployment_id: str) -> Any:
         return client.read_deployment(deployment_id)
 
 
-@pytest.mark.slow
 def test_a_deployment_names_its_pool_its_queue_and_its_image(config: RunConfig) -> None:
     made = read(deploy(config, "a", place=Place(pool="gpus", queue="h100"))[0])
     assert (made.work_pool_name, made.work_queue_name, made.job_variables) == ("gpus", "h100", {})
@@ -68,7 +67,6 @@ def test_a_deployment_names_its_pool_its_queue_and_its_image(config: RunConfig) 
     assert boxed.job_variables["env"]["ONWARD_HOME"] == os.environ["ONWARD_HOME"]
 
 
-@pytest.mark.slow
 def test_a_pool_that_is_absent_or_open_is_refused_with_the_command_that_makes_a_closed_one(config: RunConfig) -> None:
     with pytest.raises(RuntimeUnavailable, match=r"no work pool 'none'.*`prefect work-pool create none --type process"):
         deploy(config, "a", place=Place(pool="none"))
@@ -80,7 +78,6 @@ def test_a_pool_that_is_absent_or_open_is_refused_with_the_command_that_makes_a_
         deploy(config, "a", place=Place(pool="gpus", image="x"))
 
 
-@pytest.mark.slow
 def test_signed_limits_are_those_of_an_empty_home_and_nobody_without_the_key_changes_them(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +124,6 @@ def test_signed_limits_are_those_of_an_empty_home_and_nobody_without_the_key_cha
         check_limits(first, dict(config))
 
 
-@pytest.mark.slow
 def test_signed_limits_are_not_left_behind_by_who_deploys_again_or_deletes_without_the_key(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,6 +152,7 @@ def carefully(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[object]]:
     return without
 
 
+@pytest.mark.slow
 def test_both_readers_give_the_same_bits_or_the_same_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: Counter[str], carefully: Callable[..., list[object]]
 ) -> None:

@@ -491,6 +491,7 @@ def reading(served: Served, rows: list[int]) -> subprocess.Popen[str]:
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_processes_share_the_cache(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 4.5 * stored(served).bytes
     served.limit(monkeypatch, limit)

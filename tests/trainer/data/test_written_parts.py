@@ -377,6 +377,7 @@ def test_this_process_writes_all_parts_where_no_other_one_starts(
     assert "by one process less, which does not start: no module named onward" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("parts_of_a_block")
 def test_a_part_in_which_every_process_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = threading.Event()

@@ -152,6 +152,7 @@ def switched(*, sets: bool, **environment: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_momentum_of_weights_without_gradients_becomes_zero_on_all_threads() -> None:
     assert switched(sets=False)["tiny"] == 1 << 20  # the smallest numbers, times 0.9, are themselves
     assert switched(sets=True)["tiny"] == 0

@@ -280,6 +280,7 @@ raise ValueError("the root cause")
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_write_its_record_prints_its_error(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     ended = subprocess.run([sys.executable, "-c", FAILS_LATER, str(tmp_path)], capture_output=True, text=True)
@@ -390,6 +391,7 @@ def test_a_process_started_alone_is_a_world_of_one(start_alone: Alone) -> None:
     assert start_alone(program, CUDA_VISIBLE_DEVICES="").stdout == "left\n"
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_library_of_another_launcher_is_noticed_before_anything_else(start_alone: Alone) -> None:
     refused = start_alone(JOIN.format(2, "cpu"), PMI_RANK="1")
@@ -399,6 +401,7 @@ def test_the_library_of_another_launcher_is_noticed_before_anything_else(start_a
     )
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_rank_without_its_gpu_says_so_with_the_numbers(start_alone: Alone) -> None:
     refused = start_alone(JOIN.format(1, "cuda"), CUDA_VISIBLE_DEVICES="")

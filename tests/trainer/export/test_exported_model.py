@@ -441,6 +441,7 @@ def test_weights_that_were_not_written_at_all_are_refused(make: Make, monkeypatc
     assert sum("differs from the checkpoint" in problem for problem in case.refused()) == 4
 
 
+@pytest.mark.slow
 def test_a_file_that_rounds_to_integers_is_refused_with_the_setting_for_it(make: Make) -> None:
     case = make(quantized("tiny_transformer"))
     problems = case.refused()  # onnxruntime's fused kernels choose other neighbours

@@ -409,6 +409,7 @@ def test_integers_inside_bodies_are_frozen_and_counted(tmp_path):
     np.testing.assert_allclose(to_module(model)(torch.from_numpy(x)).detach(), by_onnxruntime(model, x), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_files_that_continue_training_hold_inner_weights_under_their_names(tmp_path):
     model, x = loop(), feed("loop")
     onnx.save(model, tmp_path / "model.onnx")
@@ -433,7 +434,7 @@ def test_files_that_continue_training_hold_inner_weights_under_their_names(tmp_p
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["scan", "functions"])
+@pytest.mark.parametrize("name", [pytest.param("scan", marks=pytest.mark.slow), "functions"])
 def test_a_run_trains_and_exports_inner_weights(name, tmp_path):
     model = MODELS[name]()
     x = np.concatenate([feed(name, rows=24), feed(name, -1.0, rows=24)])

@@ -533,6 +533,7 @@ def test_a_rank_without_a_trained_weight_takes_part(name: str) -> None:
 # -- moments in bf16
 
 
+@pytest.mark.slow
 def test_a_second_moment_rounded_to_the_nearest_stops_at_a_quarter_and_stochastically_arrives() -> None:
     """v -> g² = 1 by 1/1000 of the difference a step; bf16 loses those below 1/512 of v.
 

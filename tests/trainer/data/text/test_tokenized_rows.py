@@ -215,6 +215,7 @@ def test_a_text_that_the_tokenizer_refuses_is_a_bad_row(tmp_path: Path) -> None:
         sharded(strict, tmp_path)
 
 
+@pytest.mark.slow
 def test_blocks_without_a_good_row_are_left_out(tmp_path: Path) -> None:
     bert_tokenizer(tmp_path / "tokenizer.json")
     # the first and the last blocks of the file have good rows, and all between them are bad

@@ -237,6 +237,7 @@ def test_a_file_that_takes_more_than_its_preprocessing_says_is_refused(tmp_path:
         Predictor(plain(tmp_path), recipe, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_files_that_are_copied_into_registered_models_need_no_onward_and_no_torch(tmp_path: Path) -> None:
     run = cities_run(tmp_path)
     shutil.copytree(Path(served.__file__).parent, tmp_path / "alone" / "copied")

@@ -436,6 +436,7 @@ def test_a_single_value_in_each_channel_leaves_the_running_statistics() -> None:
         assert_gradients(module, file, config, feed(model, batch))
 
 
+@pytest.mark.slow
 def test_dropout_draws_a_new_mask_at_every_run_and_its_gradient_has_the_same_mask() -> None:
     g = GraphWriter("dropped")
     x = g.op("Mul", g.input("features", ("batch", 500)), g.weight("weight", np.ones(500, np.float32)))
@@ -456,6 +457,7 @@ def test_dropout_draws_a_new_mask_at_every_run_and_its_gradient_has_the_same_mas
     np.testing.assert_allclose(gradient[gradient > 0], 1 / 0.75 / 500, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_file_in_half_precision_is_trained_in_fp32() -> None:
     model = MODELS["tiny_mlp"]()
     for tensor in model.graph.initializer:

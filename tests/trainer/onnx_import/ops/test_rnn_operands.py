@@ -77,6 +77,7 @@ print(number)
 """
 
 
+@pytest.mark.slow
 def test_zero_states_of_a_fixed_batch_expand_to_every_batch(tmp_path):
     rows = np.random.default_rng(0).standard_normal((max(BATCHES), STEPS, FEATURES), np.float32)
     np.save(tmp_path / "rows.npy", rows)

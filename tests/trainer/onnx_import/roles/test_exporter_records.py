@@ -34,6 +34,7 @@ def test_the_kind_and_the_module_of_every_weight_of_a_torch_export_are_read():
     assert {records.kinds[name] for name in statistics} == {"buffer"}
 
 
+@pytest.mark.slow
 def test_a_folded_tensor_has_the_kind_and_the_module_of_the_weight_it_was_computed_from():
     records = read_records(zoo.export("swin", "dynamo-20", folded=True))
     [product] = [name for name, of in records.originals.items() if of == "block1.qkv.weight"]

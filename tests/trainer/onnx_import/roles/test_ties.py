@@ -68,6 +68,7 @@ def initializers(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
 
 
+@pytest.mark.slow
 def test_the_gradients_of_a_repeated_layer_are_those_of_the_module(exported):
     original, model = exported
     originals = read_records(model).originals

@@ -110,6 +110,7 @@ def test_an_error_is_raised_each_time():
             calls.run(torch.matmul, torch.matmul, (meta(2, 3), meta(2, 3)), {})
 
 
+@pytest.mark.slow
 def test_an_import_does_not_load_the_compiler_which_works_afterwards():
     ended = subprocess.run([sys.executable, "-c", CONV_NET], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -65,6 +65,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
     return use
 
 
+@pytest.mark.slow
 def test_auto_chooses_by_what_messages_and_calls_cost_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,6 +199,7 @@ def automatic(folder: Path, gib: float, num_ranks: int = 4) -> Plan:
     return plan(gpt2(folder, parallel={"sizes": "auto", "memory_gib": gib}, train=LONG, launch=launch))
 
 
+@pytest.mark.slow
 def test_auto_adds_zero_and_recomputation_only_when_memory_requires_it(tmp_path: Path) -> None:
     plain = automatic(tmp_path / "plain", 1.0)
     assert plain.num_ranks == 4
@@ -210,6 +211,7 @@ def test_auto_adds_zero_and_recomputation_only_when_memory_requires_it(tmp_path:
     assert tight.parallel.sizes == "auto"  # so that the run that it becomes may be begun again with `auto`
 
 
+@pytest.mark.slow
 def test_auto_refuses_a_model_that_fits_nowhere_with_the_numbers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         automatic(tmp_path, 1e-4)
@@ -236,6 +238,7 @@ def conv_net(folder: Path, **sections: Any) -> RunConfig:
     return read_config(make_run(folder, model, columns, **{"train": train, **sections}))
 
 
+@pytest.mark.slow
 def test_the_plan_of_compressed_activations_knows_that_they_are_smaller(tmp_path: Path) -> None:
     plain = plan(conv_net(tmp_path / "plain"))
     exact, fp8 = (
@@ -248,6 +251,7 @@ def test_the_plan_of_compressed_activations_knows_that_they_are_smaller(tmp_path
     assert exact.step_s == plain.step_s
 
 
+@pytest.mark.slow
 def test_auto_compresses_before_it_recomputes_and_never_rounds(tmp_path: Path) -> None:
     def automatic(folder: Path, peak: float, **sections: Any) -> Plan:
         # one sample a micro-batch already: nothing else is left to try

@@ -289,6 +289,7 @@ def test_selective_keeps_inputs_and_products_and_whole_keeps_inputs_alone() -> N
     assert 7 * x.nbytes <= found["selective"] < 7 * x.nbytes + states
 
 
+@pytest.mark.slow
 def test_the_estimated_bytes_of_each_mode_are_those_that_it_keeps() -> None:
     model = build_gpt2(vocab_size=64, sequence_length=64, num_layers=4, num_heads=2, width=64, dropout=0.0)
     inputs = [torch.randint(64, (8, 64))]

@@ -89,6 +89,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(4, f"{HERE}:quick", timeout_s=180)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_sums_have_the_bits_of_gloos_reduce_scatter(ranks: list[dict[str, Any]]) -> None:
     assert [rank["bits"] for rank in ranks] == [[]] * 4

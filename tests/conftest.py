@@ -21,6 +21,7 @@ QUICK_SHARES = {
     **dict.fromkeys(("ops/test_memory_order.py", "ops/contributed/test_attention.py", "data/test_plain_csv.py"), 3),
     **dict.fromkeys(("ops/test_image.py", "recomputation/test_compressed_activations.py"), 6),
     **dict.fromkeys(("training/test_files.py", "optim/test_optimizers.py", "onnx_import/test_driver.py"), 2),
+    **dict.fromkeys(("flows/test_bundles.py", "flows/test_files_outside.py"), 3),
     **dict.fromkeys(("quantization/test_quantized_weights.py", "fixed_batch/test_fixed_batch.py"), 3),
     **dict.fromkeys(("equivalence/test_zero_step_identity.py", "equivalence/test_gate_refuses_mutants.py"), 3),
     **dict.fromkeys(("equivalence/test_checkpoint_faults.py", "equivalence/test_standardised_labels.py"), 3),

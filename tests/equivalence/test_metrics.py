@@ -31,6 +31,7 @@ COUNTED = {f"evaluation/{name}" for name in ("accuracy", "top_3", "f1_macro", "m
 """Metrics that rounding changes only where it changes a prediction."""
 
 
+@pytest.mark.slow
 def test_every_layout_has_the_metrics_of_one_rank_and_so_has_the_exported_file(tmp_path: Path) -> None:
     """The evaluation split has 12 rows in batches of 5: with two replicas shares of two batches and of one."""
     sections = {"metrics": METRICS, "train": {"num_steps": 1, "evaluation_batch_size": 5}}

@@ -188,6 +188,7 @@ def test_a_run_that_begins_after_the_list_was_made_stays(home: Path, monkeypatch
     assert {Path(each.name).name: each.why for each in done.kept}["key-a"] == "a run uses it now"
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_and_records_of_deleted_ones_go(home: Path) -> None:
     new_store(home)
     run = make(home, "a")

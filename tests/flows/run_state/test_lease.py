@@ -68,6 +68,7 @@ def test_a_lock_that_another_host_renews_or_that_is_held_here_is_not_freed(tmp_p
         assert time.monotonic() - began_at < 60
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_of_several_hosts_one_frees_an_abandoned_lock_and_its_holder_ends_when_it_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "lock"

@@ -78,7 +78,9 @@ def _values(rows: slice, sizes: list[int], **options: Any) -> Iterator[dict[str,
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "how"), [(3, "over_ranks"), (2, "over_a_tensor_parallel_group")])
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(3, "over_ranks"), pytest.param(2, "over_a_tensor_parallel_group", marks=pytest.mark.slow)]
+)
 def test_all_ranks_have_the_metrics_of_one_process_also_those_without_any_batch(ranks: int, how: str) -> None:
     alone = [list(values.values()) for values in _values(slice(None), [ROWS])]
     found = run_ranks(ranks, f"tests.trainer.model.test_metrics:{how}", timeout_s=120)

@@ -51,6 +51,7 @@ def test_ranks_with_unequal_shares_cut_alike(hidden: list[int], parallel: dict[s
     assert all(each == nodes[-1] for each in nodes)
 
 
+@pytest.mark.slow
 def test_ranks_with_unequal_shares_recompute_the_same_units_for_the_same_memory() -> None:
     hidden = [65, 33, 17, 65, 33]
     found = set()

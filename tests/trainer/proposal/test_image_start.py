@@ -74,6 +74,7 @@ def test_the_part_declares_the_lengths_that_onnx_leaves_open() -> None:
     assert dims_of(part.graph.input[0]) == [1, 3, SIDE, SIDE]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
 def test_a_run_trains_it_and_exports_the_file_with_its_own_input(tmp_path: Path) -> None:

@@ -280,6 +280,7 @@ def trained_in_both_ways(mpi: MPIContext, threaded: list[str], streamed: list[st
     return started
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_sent_from_the_thread_of_the_backward_pass_gradients_have_the_same_bits_and_ranks_one_order(
     tmp_path: Path,

@@ -129,6 +129,7 @@ def compiled_with_dropout(mpi: MPIContext) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_tensor_parallel_ranks_compile_dropout_into_one_graph_and_drop_the_same_elements_outside_of_regions() -> None:
     first, second = run_ranks(2, "tests.trainer.parallel.tensor.test_region_dropout:compiled_with_dropout")

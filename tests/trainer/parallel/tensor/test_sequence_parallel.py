@@ -107,6 +107,7 @@ def config_of(folder: Path, *, length: int = 12, mode: str = "none", **parallel:
     return read_config(run)
 
 
+@pytest.mark.slow
 def test_the_plan_has_half_of_the_recomputed_units_inputs_less_of_other_activations_and_no_more_bytes(
     tmp_path: Path,
 ) -> None:

@@ -271,6 +271,9 @@ class Shards:
 
     def read_ahead_of(self, firsts: Array, count: int, is_over: Callable[[], bool]) -> None:
         """Let the kernel read ranges of `count` rows, until `is_over`; firsts: their first rows, int64 [n]."""
+        # a head that is read behind all ranges would keep who reads rows waiting, too
+        for number in self.files_with(firsts, count):
+            self._reader(number)
         for first in np.sort(firsts).tolist():
             if is_over():
                 return

@@ -23,10 +23,11 @@ from onward.trainer.config.sections.metrics import OF_FILE, MetricConfig, metric
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.export.detections.file_detections import recognise
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile, fp32_copy, in_half_precision
-from onward.trainer.model.losses.dense_heads.file_detections import FileDetections, recognise
+from onward.trainer.export.served.detections import FileDetections
 from onward.trainer.model.metrics.mean_precision import MeanPrecision
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.graph_parts import part_between
@@ -89,7 +90,7 @@ def _found(whole: WholeFile, data: EvaluationData, place: int) -> Iterator[tuple
         size = image_size(batch.inputs)
         detections = detections or whole.recognise(batch, size)
         for row in range(batch.size):
-            yield detections.read(whole.outputs(batch, row), size), labels[row : row + 1]
+            yield torch.from_numpy(detections.read(whole.outputs(batch, row), size)), labels[row : row + 1]
 
 
 class WholeFile:

@@ -29,8 +29,7 @@ from onward.trainer.export.measuring.file_precision import WholeFile, image_size
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile, trained_part
 from onward.trainer.export.preprocessing.image_nodes import Fitting
-from onward.trainer.model.losses.dense_heads.box_tables import BoxColumns
-from onward.trainer.model.losses.dense_heads.file_detections import EachClass, FileDetections
+from onward.trainer.export.served.detections import BoxColumns, EachClass, FileDetections
 from onward.trainer.onnx_graph.files.index import dims_of, nodes_between
 from onward.trainer.onnx_graph.node_builder import GraphExtender
 from onward.trainer.onnx_graph.surgery.row_layout import rename_values
@@ -162,7 +161,7 @@ def _not_understood(found: FileDetections, names: list[str], results: list[Array
     understood = {table.output, *(other.output for other, _ in known)}
     if found.choice:
         understood.add(found.choice.table.output)
-    if others := found.with_boxes - {table.output}:
+    if others := set(found.with_boxes) - {table.output}:
         yield f"{', '.join(repr(names[place]) for place in sorted(others))} hold boxes as well"
     own = {column for other, column in known if other.output == table.output}
     own |= set(range(columns.first + 4))

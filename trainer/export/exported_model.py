@@ -47,7 +47,7 @@ from onward.trainer.export.file_verification import PARITY_BATCHES, ROUNDED, Exp
 from onward.trainer.export.measuring.baselines import Baselines
 from onward.trainer.export.measuring.cuda_provider import check_on_cuda
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
-from onward.trainer.export.measuring.file_precision import file_precision
+from onward.trainer.export.measuring.file_precision import file_precision, objects_of
 from onward.trainer.export.measuring.helper_nodes import costly_helpers
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.measuring.samples import WorstSamples
@@ -152,9 +152,10 @@ def export(
         also = (baselines.measure, *((samples.add,) if samples else ()))
         after = runner.evaluate(*also)
         of_file, not_measured = file_precision(written, runner, data, config.metrics)
+        objects = objects_of(written, runner, data)
         fp32 = _metrics_of_floats(run, data, staging / "fp32", config.model) if config.quantize.aware else {}
         kernels = integer_kernels(path) if config.quantize.aware else {}
-        tested = _metrics_of(written, test, staging / "test", config.model, config.metrics) if test else {}
+        tested = metrics_of_file(written, test, staging / "test", config.model, config.metrics) if test else {}
         helpers = _cost_of_helpers(written, runner)
         changed = len(changed_tensors(written, expected.original, expected.weights))
         # the model is moved last: it names the other files, so it must not appear before them
@@ -172,6 +173,7 @@ def export(
         before=before,
         after=after | of_file,
         file_not_measured=not_measured,
+        objects=objects,
         baselines=baselines.compute(),
         fp32=fp32,
         kernels=kernels,
@@ -358,7 +360,7 @@ def _rounded_as_stored(trained: ImportedGraph, merged: ImportedGraph, model: onn
     return module
 
 
-def _metrics_of(
+def metrics_of_file(
     file: ModelFile, data: EvaluationData, folder: Path, model: ModelConfig, metrics: Sequence[MetricConfig] = ()
 ) -> dict[str, float]:
     """Return the metrics of a file, whose losses may read tensors inside its graph.
@@ -372,4 +374,4 @@ def _metrics_of(
 def _metrics_of_floats(run: RunDir, data: EvaluationData, folder: Path, model: ModelConfig) -> dict[str, float]:
     """Return the metrics of the file whose weights are trained as integers; {} if it is gone."""
     floats = read_config(run, "local").model.path
-    return _metrics_of(ModelFile.read(floats), data, folder, model) if floats.is_file() else {}
+    return metrics_of_file(ModelFile.read(floats), data, folder, model) if floats.is_file() else {}

@@ -25,7 +25,7 @@ from onward.trainer.data.images.geometry import resized_size
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ExportRefused, UnsupportedModel
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
-from onward.trainer.export.measuring.file_precision import WholeFile, image_size
+from onward.trainer.export.measuring.file_precision import OF_A_SET, WholeFile, image_size
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile, trained_part
 from onward.trainer.export.preprocessing.image_nodes import Fitting
@@ -35,8 +35,6 @@ from onward.trainer.onnx_graph.node_builder import GraphExtender
 from onward.trainer.onnx_graph.surgery.row_layout import rename_values
 from onward.trainer.run.recorded.preprocessing_record import ImageInput
 
-OF_A_SET = BoxColumns(0, is_centred=True, in_shares=True)
-"""The boxes of a set, as its losses read them."""
 MOST_AXES = 3
 """Of an output that may hold places; those with more are maps."""
 

@@ -184,29 +184,31 @@ class Selection:
         """Return class, score, x1, y1, x2, y2 by score, fp32 [n, 6]. corners: [P, 4]; scores: of each class [P, C]."""
         if self.of_best_class:
             scores = np.where(np.arange(scores.shape[1]) == scores.argmax(1)[:, None], scores, 0)
+        flat = scores.reshape(-1)
+        counted = np.flatnonzero(flat > self.least_score)
         # stable, so that equal scores stay in the order of the file
-        best = np.argsort(-scores, axis=None, kind="stable")[: self.compared]
-        best = best[scores.reshape(-1)[best] > self.least_score]
+        best = counted[np.argsort(-flat[counted], kind="stable")[: self.compared]]
         rows, classes = np.divmod(best, scores.shape[1])
         found = np.column_stack([classes, scores[rows, classes], corners[rows]]).astype(np.float32)
         if self.same_object is not None:
-            found = found[_not_suppressed(found, self.same_object)]
+            found = found[_not_suppressed(found, self.same_object, self.most)]
         return found[: self.most]
 
 
-def _not_suppressed(found: Array, same_object: float) -> Array:
-    """Return which boxes [n, 6], the best first, no better box of their class overlaps: bool [n]."""
+def _not_suppressed(found: Array, same_object: float, most: int) -> list[int]:
+    """Return the places of boxes [n, 6], the best first, that no better box of their class overlaps; at most `most`."""
     boxes = found[:, 2:]
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
-    kept = np.ones(len(found), bool)
-    for place in range(len(found)):
+    kept: list[int] = []
+    left = np.arange(len(found))
+    while len(left) and len(kept) < most:
+        place, left = int(left[0]), left[1:]
+        kept.append(place)
         # a box that is left out suppresses none itself
-        if kept[place]:
-            first = np.maximum(boxes[place, :2], boxes[:, :2])
-            common = (np.minimum(boxes[place, 2:], boxes[:, 2:]) - first).clip(0).prod(1)
-            overlap = common / (areas[place] + areas - common).clip(1e-16)
-            is_same = (overlap > same_object) & (found[:, 0] == found[place, 0])
-            kept[place + 1 :] &= ~is_same[place + 1 :]
+        first = np.maximum(boxes[place, :2], boxes[left, :2])
+        common = (np.minimum(boxes[place, 2:], boxes[left, 2:]) - first).clip(0).prod(1)
+        overlap = common / (areas[place] + areas[left] - common).clip(1e-16)
+        left = left[(overlap <= same_object) | (found[left, 0] != found[place, 0])]
     return kept
 
 
@@ -270,6 +272,25 @@ def in_original(found: Array, old: tuple[int, int], how: How) -> Array:
     sides = np.array([how["width"], how["height"]] * 2)
     corners = (found[:, 2:] * sides + begin) * factors
     return np.concatenate([found[:, :2], corners.clip(0, [old[1], old[0]] * 2)], 1)
+
+
+def object_columns(found: Sequence[Array], classes: Sequence[str], top: int = 0) -> dict[str, Array]:
+    """Return column -> values of all boxes [n, 6] of some images: row, class, probability, x, y, width, height.
+
+    row: the number of the image. x, y: the left upper corner. top: the best so many boxes of each image, 0 = all.
+    """
+    kept = [each[:top] if top else each for each in found]
+    table = np.concatenate([np.empty((0, 6)), *kept])
+    numbers = table[:, 0].astype(np.int64)
+    names = [classes[number] if number < len(classes) else str(number) for number in numbers]
+    corners = {"x": table[:, 2], "y": table[:, 3]}
+    sides = {"width": table[:, 4] - table[:, 2], "height": table[:, 5] - table[:, 3]}
+    return {
+        "row": np.repeat(np.arange(len(kept)), [len(each) for each in kept]),
+        "class": np.array(names, object) if classes else numbers,
+        "probability": table[:, 1],
+        **{name: values.round(2) for name, values in (corners | sides).items()},
+    }
 
 
 def column_of(results: Sequence[Array], column: Column) -> Array:

@@ -22,6 +22,8 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches.cache_needs import cache_problems
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
+from onward.trainer.data.images.image_sources import annotations_beside
+from onward.trainer.data.reading import sources
 from onward.trainer.data.resolve import write_resolved
 from onward.trainer.data.storage.first_rows import source_bytes
 from onward.trainer.data.storage.part_processes import THIS_MACHINE
@@ -75,6 +77,8 @@ def shard_data(run: RunDir) -> ShardManifest:
         *(manifest.rows("train"), manifest.rows("evaluation"), len(manifest.train) + len(manifest.evaluation)),
         *(manifest.format, made, took_s, pace, directory),
     )
+    if not cached:
+        _say_boxes(config.data)
     if config.data.sources:
         shares = zip(config.data.sources, stream.shares, manifest.sizes, strict=True)
         each = (f"{share} of {source.source} ({size} rows)" for source, share, size in shares)
@@ -100,6 +104,18 @@ def shard_data(run: RunDir) -> ShardManifest:
         log.warning("bad rows left out (data.bad_rows = 'skip'): %d: %s", manifest.skipped, rows)
     _record(run, config.data, manifest)
     return manifest
+
+
+def _say_boxes(data: DataConfig) -> None:
+    """Say how many boxes there are in how many images of each source, and warn where most have no labels."""
+    place = data.image.box_place if data.image else ""
+    trained = [each.source for each in data.sources] or [data.source]
+    for source in filter(None, [*trained, data.evaluation_source, data.test_source] if place else []):
+        found = annotations_beside(sources.locate(source, data).files, place)
+        if found.is_sparse:
+            log.warning("%s: %s: is data.image.boxes the right place, with files of the images' names?", source, found)
+        else:
+            log.info("%s: %s", source, found)
 
 
 def _warn_of_memory(size_bytes: int) -> None:

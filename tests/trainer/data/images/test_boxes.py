@@ -13,9 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
+from onward.tasks.shard_data import _say_boxes
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.images import AugmentConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.batches.batches import Batch, Batches, one_batch
 from onward.trainer.data.images.augmentation import Mixing, seeds
 from onward.trainer.data.images.box_annotations import place_of, read_annotations
@@ -566,3 +568,27 @@ def test_settings_that_would_lose_boxes_are_refused_with_the_choices(tmp_path: P
         box_column(config.data.model_copy(update={"image": image}), config.losses)
     with pytest.raises(ConfigError, match="no loss reads the boxes in column 'boxes', but label"):
         configured(tmp_path, places["coco"] | {"label": "label"})
+
+
+def test_it_is_said_how_many_images_have_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shown = pictures(tmp_path, 8)
+    annotate(tmp_path, shown)
+    (tmp_path / "xml" / "03.xml").unlink()
+    names = [name for name, *_ in shown]
+    said = {
+        place: str(read_annotations(tmp_path / "images", names, f"../{place}"))
+        for place in ("annotations.json", "labels", "xml")
+    }
+    assert said == {
+        "annotations.json": "12 boxes in 6 of 8 images",
+        "labels": "12 boxes in 6 of 8 images (2 without a label file)",
+        "xml": "9 boxes in 5 of 8 images (1 without a label file)",
+    }
+    for number in (1, 2, 3):
+        (tmp_path / "labels" / f"{number:02d}.txt").unlink()
+    data = DataConfig(source=str(tmp_path / "images"), label="boxes", image=ImageConfig(boxes="../labels"))
+    with caplog.at_level("INFO"):
+        _say_boxes(data)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "6 boxes in 3 of 8 images (5 without a label file): is data.image.boxes the right place" in record.message

@@ -129,8 +129,8 @@ class Throughput:
             return {"mfu": mfu}
         if self._mpi.rank == 0:
             log.warning(
-                "the training computes %.0f %% of the peak of %.3g TFLOP/s that was measured at its start, beside other "
-                "work on this machine: MFU is not shown any more in this attempt, and was too high before",
+                "the training computes %.0f %% of the peak of %.3g TFLOP/s that was measured at its start, beside "
+                "other work on this machine: MFU is not shown any more in this attempt, and was too high before",
                 *(100 * mfu, self._peak / 1e12),
             )
         self._peak = None

@@ -144,6 +144,10 @@ class Batches:
         self._train = config.train
         self._micro_batch_size = config.micro_batch_size
         self._num_samples = config.train.samples_of_run(shards.num_rows)
+        self._plain_from: int | None = None
+        if config.data.image and (epochs := config.data.image.augment.plain_epochs):
+            # counted from the end of the run, whether steps or epochs limit it; even, so that both of a pair are plain
+            self._plain_from = max(0, self._num_samples - round(epochs * shards.num_rows)) // 2 * 2
         check_last_samples(config.model, config.train, config.parallel, shards.num_rows)
         self._replica = replica
         self._num_replicas = num_replicas
@@ -221,7 +225,7 @@ class Batches:
         return [*self._collate.several(parts[:-1], same_length=self._same_length), last]
 
     def _samples(self, positions: Array, step: int) -> Samples:
-        return Samples(self._stream.rows(positions), positions, self._read, step)
+        return Samples(self._stream.rows(positions), positions, self._read, step, self._plain_from)
 
     def _read(self, positions: Array) -> dict[str, Values]:
         return self._shards.read(self._stream.rows(positions))

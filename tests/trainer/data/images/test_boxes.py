@@ -592,3 +592,34 @@ def test_it_is_said_how_many_images_have_labels(tmp_path: Path, caplog: pytest.L
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "6 boxes in 3 of 8 images (5 without a label file): is data.image.boxes the right place" in record.message
+
+
+@pytest.mark.parametrize("limit", [{"num_epochs": 2.0, "num_steps": 0}, {"num_epochs": 0.0, "num_steps": 5}])
+def test_the_last_epochs_are_without_mosaic_and_mixup_on_every_layout(limit: dict[str, Any], tmp_path: Path) -> None:
+    place = annotate(tmp_path, pictures(tmp_path))["coco"]
+    with_both, closed, plain = (
+        configured(tmp_path, place, augment={**MIXED, **change})
+        for change in ({}, {"mosaic": [MIXED["mosaic"], 0.5]}, {"mosaic": 0.0, "mixup": 0.0})
+    )
+    found = []
+    for config in (with_both, closed, plain):
+        train = config.train.model_copy(update=limit)
+        found.append(config.model_copy(update={"train": train}))
+    # 20 rows, 40 samples: the last 10 are plain
+    both, ending, without = (taken(batches(tmp_path, each), steps=5) for each in found)
+    for step in range(3):
+        assert torch.equal(ending[step].inputs[0], both[step].inputs[0])
+    assert torch.equal(ending[3].inputs[0][:6], both[3].inputs[0][:6])
+    assert torch.equal(ending[3].inputs[0][6:], without[3].inputs[0][6:])
+    assert torch.equal(ending[4].inputs[0], without[4].inputs[0])
+    assert not torch.equal(both[4].inputs[0], without[4].inputs[0])
+    for at in range(8):
+        np.testing.assert_array_equal(boxes_in(ending[4], at), boxes_in(without[4], at))
+    # two replicas with smaller micro-batches, from the fourth step on, as after a resume
+    small = found[1].train.model_copy(update={"gradient_accumulation_steps": 4})
+    replicas = [batches(tmp_path, found[1].model_copy(update={"train": small}), place, 2) for place in range(2)]
+    for step in (3, 4):
+        parts = [batch for each in replicas for batch in each.take(8 * step, 8)]
+        assert torch.equal(torch.cat([part.inputs[0] for part in parts]), ending[step].inputs[0])
+    for each in replicas:
+        each.close()

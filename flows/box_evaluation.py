@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from onward.trainer.config.loading import load_config
-from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.images import GREY
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.run.directory import RunDir
@@ -23,11 +22,11 @@ PLACE = "data.image.boxes"
 
 
 def measure_boxes(
-    path: Path, source: str, recipe: Mapping[str, Any] | None, config: RunConfig | None, changes: Sequence[Any]
+    path: Path, source: str, recipe: Mapping[str, Any] | None, known: Mapping[str, Any] | None, changes: Sequence[Any]
 ) -> tuple[int, dict[str, float], tuple[str, ...]]:
     """Return the number of images, the metrics of a file, and what was guessed, in words.
 
-    recipe: the content of its preprocessing.json. config: the settings of the run that has trained it. changes: given
+    recipe: the content of its preprocessing.json. known: the settings of the run that has trained it. changes: given
     settings. Raises ConfigError and DataError with what is wrong with the settings, the images and their boxes.
     """
     from onward.trainer.__main__ import evaluation_data
@@ -37,8 +36,8 @@ def measure_boxes(
     from onward.trainer.export.model_file import ModelFile
 
     guessed: tuple[str, ...] = ()
-    if config:
-        settings = config.model_dump(mode="json", include={"model", "data", "loss", "metrics"})
+    if known:
+        settings = dict(known)
     elif recipe:
         settings = _recorded(path, recipe)
     else:

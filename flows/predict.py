@@ -108,7 +108,9 @@ def evaluate(
 
         if not isinstance(data, str | os.PathLike):
             raise ConfigError("boxes are labels of images in a folder or a table; give its path")
-        measured = measure_boxes(opened.path, os.fspath(data), opened.recipe, opened.config, changes)
+        read = {"model", "data", "loss", "metrics"}
+        known = opened.config.model_dump(mode="json", include=read) if opened.config else None
+        measured = measure_boxes(opened.path, os.fspath(data), opened.recipe, known, changes)
         return Evaluated(*measured)
     if opened.recipe is None:
         opened, guessed = _guessed(opened, data, changes)

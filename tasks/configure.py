@@ -120,9 +120,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
         write_settings(run, config)
         for sentence in said:
             log.info("%s", sentence)
-        _log(found)
-        if crowded := crowded_cores(config):
-            log.warning("%s", crowded)
+        _log(found, crowded_cores(config.launch, config.world_size))
     # After config.json, so that a run whose MLflow is unavailable can be started again unchanged.
     write_record(run.identity, identity := identify(run, config))
     if not run.code.exists():  # a run of an earlier version, whose files have been compared with its identity
@@ -171,9 +169,11 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         )
 
 
-def _log(found: Rehearsal) -> None:
+def _log(found: Rehearsal, crowded: str = "") -> None:
     """Log what the rehearsal found: Prefect's page and the terminal of `onward run` show it."""
     log.info("%s", found.summary)
+    if crowded:
+        log.warning("%s", crowded)
     if found.compile:
         log.info("graph.compile 'auto' is %s: %s", str(found.compile.compiles).lower(), found.compile.text)
     for warning in found.warnings:

@@ -67,18 +67,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     _link(run.shards, directory)
     write_resolved(run)
     bring_run(run)  # now, while nothing else sends to the store
-    size_bytes = source_bytes(config.data)
-    made = "found" if cached else "written"
-    took_s = time.monotonic() - started_at
-    # too little data has no speed that says something
-    pace = "" if cached or size_bytes < 1e6 else f" ({speed(size_bytes, took_s)})"
-    log.info(
-        "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s%s: %s",
-        *(manifest.rows("train"), manifest.rows("evaluation"), len(manifest.train) + len(manifest.evaluation)),
-        *(manifest.format, made, took_s, pace, directory),
-    )
-    if not cached:
-        _say_boxes(config.data)
+    _say_rows(config.data, manifest, directory, time.monotonic() - started_at, was_found=cached)
     if config.data.sources:
         shares = zip(config.data.sources, stream.shares, manifest.sizes, strict=True)
         each = (f"{share} of {source.source} ({size} rows)" for source, share, size in shares)
@@ -104,6 +93,19 @@ def shard_data(run: RunDir) -> ShardManifest:
         log.warning("bad rows left out (data.bad_rows = 'skip'): %d: %s", manifest.skipped, rows)
     _record(run, config.data, manifest)
     return manifest
+
+
+def _say_rows(data: DataConfig, manifest: ShardManifest, directory: Path, took_s: float, *, was_found: bool) -> None:
+    size_bytes = source_bytes(data)
+    # too little data has no speed that says something
+    pace = "" if was_found or size_bytes < 1e6 else f" ({speed(size_bytes, took_s)})"
+    log.info(
+        "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s%s: %s",
+        *(manifest.rows("train"), manifest.rows("evaluation"), len(manifest.train) + len(manifest.evaluation)),
+        *(manifest.format, "found" if was_found else "written", took_s, pace, directory),
+    )
+    if not was_found:
+        _say_boxes(data)
 
 
 def _say_boxes(data: DataConfig) -> None:

@@ -87,10 +87,8 @@ def num_ranks(parallel: ParallelConfig, launch: LaunchConfig) -> int:
     return launch.num_ranks or parallel.data * parallel.tensor * parallel.pipeline
 
 
-def crowded_cores(config: RunConfig) -> str:
+def crowded_cores(launch: LaunchConfig, ranks: int) -> str:
     """Return that the ranks on the CPUs of this machine are more than its cores; "" if they are not."""
-    launch = config.launch
-    ranks = num_ranks(config.parallel, launch)
     cores = usable_cores()
     elsewhere = launcher_of(launch).uses_other_hosts(launch.hostfile, os.environ)
     if launch.device == "cuda" or elsewhere or ranks <= cores:

@@ -17,6 +17,7 @@ from onward.infra.job.mpirun import ALLOCATIONS, Mpirun
 from onward.tasks.checks import disk_space, machine_check
 from onward.tasks.checks.machine_check import crowded_cores, machine_problems
 from onward.trainer.config.loading import build_config
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.run.machine import this_machine
 from onward.trainer.run.machine.this_machine import most_gpus
 from onward.trainer.run.outcomes import storage
@@ -202,11 +203,9 @@ def test_weights_that_fit_neither_memory_nor_disk_are_refused(tmp_path: Path, mo
 
 def test_more_ranks_than_cores_are_named_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_check, "usable_cores", lambda: 2)
-    settings = {"model": {"path": "m.onnx"}, "data": {"source": "digits"}, "train": {"num_steps": 1}}
 
     def said(ranks: int, device: str = "cpu") -> str:
-        launch = {"device": device, "launcher": "mpirun"}
-        return crowded_cores(build_config({**settings, "parallel": {"data": ranks}, "launch": launch}))
+        return crowded_cores(LaunchConfig.model_validate({"device": device, "launcher": "mpirun"}), ranks)
 
     assert said(4).startswith("4 ranks share the 2 cores of this machine: a step takes longer than with 2 ranks")
     assert said(2) == ""

@@ -72,10 +72,12 @@ class AugmentConfig(Section):
         """The probability of a mosaic."""
         return self.mosaic[0] if isinstance(self.mosaic, tuple) else self.mosaic
 
-    @property
-    def plain_epochs(self) -> float:
-        """The epochs at the end of the run in which images are not put together."""
-        return self.mosaic[1] if isinstance(self.mosaic, tuple) else 0.0
+    def plain_from(self, num_samples: int, num_rows: int) -> int | None:
+        """Return the position in the stream from which on images are not put together; None = they are to the end."""
+        if not isinstance(self.mosaic, tuple):
+            return None
+        # counted from the end of the run, whether steps or epochs limit it; even, so that both of a pair are plain
+        return max(0, num_samples - round(self.mosaic[1] * num_rows)) // 2 * 2
 
     @property
     def joined(self) -> int:

@@ -144,10 +144,8 @@ class Batches:
         self._train = config.train
         self._micro_batch_size = config.micro_batch_size
         self._num_samples = config.train.samples_of_run(shards.num_rows)
-        self._plain_from: int | None = None
-        if config.data.image and (epochs := config.data.image.augment.plain_epochs):
-            # counted from the end of the run, whether steps or epochs limit it; even, so that both of a pair are plain
-            self._plain_from = max(0, self._num_samples - round(epochs * shards.num_rows)) // 2 * 2
+        image = config.data.image
+        self._plain_from = image.augment.plain_from(self._num_samples, shards.num_rows) if image else None
         check_last_samples(config.model, config.train, config.parallel, shards.num_rows)
         self._replica = replica
         self._num_replicas = num_replicas
@@ -217,15 +215,15 @@ class Batches:
         ends = [end_of_share(count, size, replica, num, full=full) for replica in range(num)]
         positions = self._stream.dealt(np.arange(position, position + count), np.diff(ends, prepend=0))
         share = divide(positions, size, self._replica, num, full=full)
-        parts = [self._samples(part, position) for part in share.micro_batches]
+        parts = [
+            Samples(self._stream.rows(part), part, self._read, position, self._plain_from)
+            for part in share.micro_batches
+        ]
         if share.full_everywhere:
             return self._collate.several(parts, same_length=self._same_length)
         # the last one has a group of its own, because on some replica it is smaller than those before it
         last = self._collate(parts[-1], is_padding=share.last_is_padding, group=1)
         return [*self._collate.several(parts[:-1], same_length=self._same_length), last]
-
-    def _samples(self, positions: Array, step: int) -> Samples:
-        return Samples(self._stream.rows(positions), positions, self._read, step, self._plain_from)
 
     def _read(self, positions: Array) -> dict[str, Values]:
         return self._shards.read(self._stream.rows(positions))

@@ -224,17 +224,17 @@ def _write_coco(path: Path, found: Predictions) -> None:
     """Write what was found as COCO has annotations, each with its score; classes are numbered from 0 on."""
     images: list[dict[str, Any]] = []
     boxes: list[dict[str, Any]] = []
-    names = found.predictor.meanings[0]["classes"]
-    most = len(names)
+    names = list(found.predictor.meanings[0]["classes"])
     for batch, of_images in found.objects():
         for name, own in zip(batch.ids.get("file", batch.names), of_images, strict=True):
             images.append({"id": len(images) + 1, "file_name": name})
             for number, score, x1, y1, x2, y2 in own.tolist():
-                most = max(most, int(number) + 1)
+                # a model may have more classes than its data, which have no names
+                names += map(str, range(len(names), int(number) + 1))
                 sides = [x2 - x1, y2 - y1]
                 box = {"id": len(boxes) + 1, "image_id": len(images), "category_id": int(number), "score": score}
                 boxes.append({**box, "bbox": [x1, y1, *sides], "area": sides[0] * sides[1], "iscrowd": 0})
-    categories = [{"id": at, "name": names[at] if at < len(names) else str(at)} for at in range(most)]
+    categories = [{"id": at, "name": name} for at, name in enumerate(names)]
     content = {"images": images, "categories": categories, "annotations": boxes}
     path.write_text(json.dumps(content), encoding="utf-8")
 

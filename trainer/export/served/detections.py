@@ -282,14 +282,17 @@ def object_columns(found: Sequence[Array], classes: Sequence[str], top: int = 0)
     kept = [each[:top] if top else each for each in found]
     table = np.concatenate([np.empty((0, 6)), *kept])
     numbers = table[:, 0].astype(np.int64)
-    names = [classes[number] if number < len(classes) else str(number) for number in numbers]
-    corners = {"x": table[:, 2], "y": table[:, 3]}
-    sides = {"width": table[:, 4] - table[:, 2], "height": table[:, 5] - table[:, 3]}
+    # a model may have more classes than its data, which have no names
+    names = [*classes, *map(str, range(len(classes), int(numbers.max(initial=0)) + 1))]
+    x1, y1, x2, y2 = table[:, 2:].round(2).T
     return {
         "row": np.repeat(np.arange(len(kept)), [len(each) for each in kept]),
-        "class": np.array(names, object) if classes else numbers,
+        "class": np.array(names, object)[numbers] if classes else numbers,
         "probability": table[:, 1],
-        **{name: values.round(2) for name, values in (corners | sides).items()},
+        "x": x1,
+        "y": y1,
+        "width": (x2 - x1).round(2),
+        "height": (y2 - y1).round(2),
     }
 
 

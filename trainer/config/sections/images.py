@@ -72,13 +72,6 @@ class AugmentConfig(Section):
         """The probability of a mosaic."""
         return self.mosaic[0] if isinstance(self.mosaic, tuple) else self.mosaic
 
-    def plain_from(self, num_samples: int, num_rows: int) -> int | None:
-        """Return the position in the stream from which on images are not put together; None = they are to the end."""
-        if not isinstance(self.mosaic, tuple):
-            return None
-        # counted from the end of the run, whether steps or epochs limit it; even, so that both of a pair are plain
-        return max(0, num_samples - round(self.mosaic[1] * num_rows)) // 2 * 2
-
     @property
     def joined(self) -> int:
         """The most images whose boxes are those of one sample."""

@@ -49,10 +49,12 @@ def file_precision(
     """Return the metrics of what a file itself has found in all rows, as `<split>/file/<name>`; else {} and why.
 
     part: the trained part of the same file. metrics: those of the run. Returns {} and "" where no detector with a grid
-    is trained. Raises nothing: a file that is not understood is no error.
+    is trained. Raises OSError of a disk alone: a file that is not understood is no error.
     """
     try:
         measures = file_measures(file, part, data, metrics)
+    except OSError:
+        raise  # a full disk, which is no fault of the file
     except Exception as error:  # onnxruntime's errors have no common base class, and the file is exported
         reason = str(error) if isinstance(error, UnsupportedModel) else f"{type(error).__name__}: {error}"
         log.warning("map is that of the raw outputs, and not that of the whole file: %s", reason)

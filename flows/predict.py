@@ -93,15 +93,27 @@ def evaluate(
 
     Takes what `predict` takes; `data` has the column of the labels as well, or a folder for each class. `overrides`:
     settings for a file without preprocessing.json, as `onward doctor` takes them: what is not given is guessed, and
-    `guessed` of the record says what. Raises as `predict`, and ConfigError for a loss that labelled rows do not give.
+    `guessed` of the record says what. Of a detector `data.image.boxes` names the boxes of the images, relative to them,
+    and `file/map` is that of what the file itself returns. Raises as `predict`, and ConfigError for a loss that
+    labelled rows do not give.
     """
     from onward.trainer.export.measuring import evaluating
     from onward.trainer.export.measuring.predictions import Predictions, batch_rows
 
     opened = open_model(source)
     guessed: tuple[str, ...] = ()
+    changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+    if _finds_boxes(opened, changes):
+        from onward.flows.box_evaluation import measure_boxes
+
+        if not isinstance(data, str | os.PathLike):
+            raise ConfigError("boxes are labels of images in a folder or a table; give its path")
+        read = {"model", "data", "loss", "metrics"}
+        known = opened.config.model_dump(mode="json", include=read) if opened.config else None
+        measured = measure_boxes(opened.path, os.fspath(data), opened.recipe, known, changes)
+        return Evaluated(*measured)
     if opened.recipe is None:
-        opened, guessed = _guessed(opened, data, overrides)
+        opened, guessed = _guessed(opened, data, changes)
     elif overrides:
         raise ConfigError(f"{opened.path} has a preprocessing.json, which decides; leave out the settings")
     meanings = opened.predictor.meanings
@@ -122,7 +134,15 @@ def evaluate(
     return Evaluated(found.num_rows, metrics, guessed, dict(found.bad))
 
 
-def _guessed(opened: OpenedModel, data: Any, overrides: Overrides) -> tuple[OpenedModel, tuple[str, ...]]:
+def _finds_boxes(opened: OpenedModel, changes: Sequence[Any]) -> bool:
+    """Return whether a file is a detector: by its preprocessing.json, else by settings for boxes."""
+    if opened.recipe:
+        return any(meaning["holds"] == "objects" for meaning in opened.recipe["outputs"])
+    keys = [each.partition("=")[0] if isinstance(each, str) else each[0] for each in changes]
+    return "data.image.boxes" in keys
+
+
+def _guessed(opened: OpenedModel, data: Any, changes: Sequence[Any]) -> tuple[OpenedModel, tuple[str, ...]]:
     """Return a file without preprocessing.json with a guessed one, and what was guessed in words."""
     from onward.trainer.export.served.predictor import Predictor, UnusableModel
     from onward.trainer.onnx_graph.files.onnxruntime_session import guarded_content
@@ -130,7 +150,6 @@ def _guessed(opened: OpenedModel, data: Any, overrides: Overrides) -> tuple[Open
 
     if not isinstance(data, str | os.PathLike):
         raise ConfigError(f"{opened.path} has no preprocessing.json; give a path, from which the labels can be guessed")
-    changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
     # labels in the data let the guess be judged: the preprocessing with the best result is taken
     recipe, folder, config, words = guess_recipe(opened.path, os.fspath(data), changes)
     try:
@@ -196,7 +215,13 @@ def open_model(source: AnyPath, *, inputs: Mapping[str, Sequence[str]] | None = 
     if recipe and inputs:
         raise ConfigError(f"{folder}/preprocessing.json says which columns feed {path.name}; leave out inputs")
     try:
-        predictor = Predictor(path, recipe, folder, inputs=inputs, content=guarded_content(path))
+        opened_as = Predictor
+        objects = (recipe or {}).get("objects")
+        if objects and not objects["form"]:
+            from onward.trainer.export.detections.decoding import DecodingPredictor
+
+            opened_as = DecodingPredictor
+        predictor = opened_as(path, recipe, folder, inputs=inputs, content=guarded_content(path))
     except UnusableModel as error:
         raise ConfigError(f"{source}: {error}") from error
     return OpenedModel(path, predictor, recipe, config)

@@ -24,7 +24,7 @@ from onward.infra.mlflow import mlflow_store, tracking
 from onward.infra.mlflow.tracking import page_on_own_server
 from onward.tasks.attempts.log_damage import damage_of_log
 from onward.tasks.checks.file_check import CheckedFiles, check_files
-from onward.tasks.checks.machine_check import machine_problems
+from onward.tasks.checks.machine_check import crowded_cores, machine_problems
 from onward.tasks.checks.registered_models import store_of
 from onward.tasks.checks.rehearsing import Preparation
 from onward.tasks.shown.mlflow_tags import first_tags, parameters
@@ -62,6 +62,10 @@ DIGESTED = ("loss.file", "teacher.path", "model.converters")
 """Settings whose files decide, beside the model, what is computed."""
 MAX_NAMED = 5
 """Weights that a message names."""
+NOT_REHEARSED = (
+    "An error there would end the run later, in training or at its export, which compares the file again; `onward "
+    "doctor CONFIG` compares it now, without a limit of time"
+)
 
 
 @task(name="configure", task_run_name="configure", cache_policy=NO_CACHE)
@@ -116,7 +120,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
         write_settings(run, config)
         for sentence in said:
             log.info("%s", sentence)
-        _log(found)
+        _log(found, crowded_cores(config.launch, config.world_size))
     # After config.json, so that a run whose MLflow is unavailable can be started again unchanged.
     write_record(run.identity, identity := identify(run, config))
     if not run.code.exists():  # a run of an earlier version, whose files have been compared with its identity
@@ -165,19 +169,25 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         )
 
 
-def _log(found: Rehearsal) -> None:
+def _log(found: Rehearsal, crowded: str = "") -> None:
     """Log what the rehearsal found: Prefect's page and the terminal of `onward run` show it."""
     log.info("%s", found.summary)
+    if crowded:
+        log.warning("%s", crowded)
     if found.compile:
         log.info("graph.compile 'auto' is %s: %s", str(found.compile.compiles).lower(), found.compile.text)
     for warning in found.warnings:
         log.warning("%s: %s\n    -> %s", warning.key, warning.what, warning.remedy)
     if found.batches:
         for left_out in found.not_rehearsed:
-            log.warning("not rehearsed: %s", left_out)
+            log.warning("not rehearsed: %s. %s", left_out, NOT_REHEARSED)
     if found.without_gradient:
         few = ", ".join(found.without_gradient[:MAX_NAMED])
-        log.warning("%d weights have no gradient on the first rows: %s", len(found.without_gradient), few)
+        number = len(found.without_gradient)
+        first = "" if number <= MAX_NAMED else f"the first {MAX_NAMED} of them are "
+        log.warning(
+            "%d weights have no gradient on the first rows, and would not change by such rows: %s%s", number, first, few
+        )
 
 
 def identify(run: RunDir, config: RunConfig) -> RunIdentity:

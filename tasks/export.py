@@ -183,11 +183,12 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
             tags=version_tags(run, exported) | tags,
             raw=raw_prediction_of(exported),
         )
-    # an empty setting means the name of the configuration
-    name = config.export.register_as or config.name
+    name = config.registered_name
     tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
     version = _register_with_retries(tracker, file, name)
-    log.info("registered %s as version %s of %s", exported.path, version, name, extra=IN_RESULT)
+    is_chosen = name in (config.name, config.export.register_as)
+    chosen = "" if is_chosen else ", the name of the model's file; export.register_as sets another"
+    log.info("registered %s as version %s of %s%s", exported.path, version, name, chosen, extra=IN_RESULT)
     registered = exported.model_copy(update={"registered_as": name, "version": version})
     write_record(run.exported, registered)
     _show_result(run, registered, tracker)

@@ -22,6 +22,8 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.batches.cache_needs import cache_problems
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.data_problems import data_problems
+from onward.trainer.data.images.image_sources import annotations_beside
+from onward.trainer.data.reading import sources
 from onward.trainer.data.resolve import write_resolved
 from onward.trainer.data.storage.first_rows import source_bytes
 from onward.trainer.data.storage.part_processes import THIS_MACHINE
@@ -65,16 +67,7 @@ def shard_data(run: RunDir) -> ShardManifest:
     _link(run.shards, directory)
     write_resolved(run)
     bring_run(run)  # now, while nothing else sends to the store
-    size_bytes = source_bytes(config.data)
-    made = "found" if cached else "written"
-    took_s = time.monotonic() - started_at
-    # too little data has no speed that says something
-    pace = "" if cached or size_bytes < 1e6 else f" ({speed(size_bytes, took_s)})"
-    log.info(
-        "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s%s: %s",
-        *(manifest.rows("train"), manifest.rows("evaluation"), len(manifest.train) + len(manifest.evaluation)),
-        *(manifest.format, made, took_s, pace, directory),
-    )
+    _say_rows(config.data, manifest, directory, time.monotonic() - started_at, was_found=cached)
     if config.data.sources:
         shares = zip(config.data.sources, stream.shares, manifest.sizes, strict=True)
         each = (f"{share} of {source.source} ({size} rows)" for source, share, size in shares)
@@ -100,6 +93,31 @@ def shard_data(run: RunDir) -> ShardManifest:
         log.warning("bad rows left out (data.bad_rows = 'skip'): %d: %s", manifest.skipped, rows)
     _record(run, config.data, manifest)
     return manifest
+
+
+def _say_rows(data: DataConfig, manifest: ShardManifest, directory: Path, took_s: float, *, was_found: bool) -> None:
+    size_bytes = source_bytes(data)
+    # too little data has no speed that says something
+    pace = "" if was_found or size_bytes < 1e6 else f" ({speed(size_bytes, took_s)})"
+    log.info(
+        "%d rows to train on, %d to evaluate on, %d %s files %s in %.1f s%s: %s",
+        *(manifest.rows("train"), manifest.rows("evaluation"), len(manifest.train) + len(manifest.evaluation)),
+        *(manifest.format, "found" if was_found else "written", took_s, pace, directory),
+    )
+    if not was_found:
+        _say_boxes(data)
+
+
+def _say_boxes(data: DataConfig) -> None:
+    """Say how many boxes there are in how many images of each source, and warn where most have no labels."""
+    place = data.image.box_place if data.image else ""
+    trained = [each.source for each in data.sources] or [data.source]
+    for source in filter(None, [*trained, data.evaluation_source, data.test_source] if place else []):
+        found = annotations_beside(sources.locate(source, data).files, place)
+        if found.is_sparse:
+            log.warning("%s: %s: is data.image.boxes the right place, with files of the images' names?", source, found)
+        else:
+            log.info("%s: %s", source, found)
 
 
 def _warn_of_memory(size_bytes: int) -> None:

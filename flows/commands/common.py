@@ -41,6 +41,10 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+Boxes = Annotated[
+    Path | None,
+    typer.Option(help="Object detection: a .json of COCO, or a folder of YOLO's .txt or Pascal VOC's .xml files."),
+]
 Profile = Annotated[
     str,
     typer.Option(metavar="NAME", help="Also take the tables profiles.NAME of the files.", show_default=False),
@@ -70,6 +74,12 @@ class SettingsCommand(TyperCommand):
             if type(error).__name__ == "NoSuchOption" and hasattr(error, "message"):
                 error.message += _as_setting(option, words)
             raise
+
+
+def with_boxes(overrides: Sequence[str] | None, boxes: Path | None) -> list[str]:
+    """Return settings with the place of boxes that the option names, relative to the working directory."""
+    # the string of JSON is one of TOML
+    return [*(overrides or ()), *([f"data.image.boxes={json.dumps(str(boxes.resolve()))}"] if boxes else [])]
 
 
 def _as_setting(option: str, words: Sequence[str]) -> str:

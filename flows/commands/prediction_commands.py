@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from onward.flows import predict as api
-from onward.flows.commands.common import Json, print_facts, print_json
+from onward.flows.commands.common import Boxes, Json, print_facts, print_json, with_boxes
 from onward.trainer.errors import ConfigError
 
 BadRows = StrEnum("BadRows", ["fail", "skip"])
@@ -57,13 +57,16 @@ def predict(
         typer.Option(
             "--output",
             "-o",
-            help="The file to write: .csv, .parquet, or .npz with the outputs of the file as they are. A folder, whose "
-            "name ends in /, gets masks as PNG files.",
+            help="The file to write: .csv, .parquet, .npz with the outputs of the file as they are, or .json with "
+            "boxes of COCO. A folder, whose name ends in /, gets masks as PNG files.",
             show_default=False,
         ),
     ] = "",
     top: Annotated[
-        int, typer.Option(min=0, max=1000, help="Give the best so many classes, not the probability of each.")
+        int,
+        typer.Option(
+            min=0, max=1000, help="Give the best so many classes, not the probability of each; or boxes of an image."
+        ),
     ] = 0,
     inputs: Inputs = None,
     batch_size: BatchSize = 0,
@@ -71,11 +74,12 @@ def predict(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Predict the class and its probability, or numbers, for each row of some data.
+    """Predict the class and its probability, or numbers, for each row of some data; or the boxes in each image.
 
     Rows are computed as training computed them, by the preprocessing.json of the exported file: names of columns,
-    missing cells, scaling, categories, images, tokens. Rows are named by their number, images by their file. Without
-    --output the first rows are printed. Needs no torch.
+    missing cells, scaling, categories, images, tokens. Rows are named by their number, images by their file. Boxes are
+    in pixels of the images as they are. Without --output the first rows are printed. Needs no torch, unless the file
+    returns raw outputs.
     """
     from onward.trainer.export.measuring.predictions import output_problems, write_predictions
     from onward.trainer.export.preprocessing.mask_files import write_masks
@@ -117,6 +121,9 @@ def _print_rows(found: Any, top: int, *, as_json: bool) -> None:
     first = list(islice(rows, SHOWN_ROWS + 1))
     if as_json:
         print_json({"predictions": first[:SHOWN_ROWS], "more": len(first) > SHOWN_ROWS, **_skipped(found.bad)})
+        return
+    if not first:
+        print(f"no box was found in {found.num_rows} images")
         return
     heads = tuple(first[0])
     table((tuple(map(_cell, row.values())) for row in first[:SHOWN_ROWS]), heads=heads)
@@ -161,6 +168,7 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    boxes: Boxes = None,
     batch_size: BatchSize = 0,
     bad_rows: OnBadRows = BadRows.fail,
     as_json: Json = False,
@@ -169,12 +177,12 @@ def evaluate(
 
     Rows are computed as `onward predict` computes them. The label is the column that training had; of images and audio
     in folders the first folder. A file without preprocessing.json is measured as `onward init` would guess it, and the
-    command says how.
+    command says how. Of a detector --boxes names the boxes of these images.
     """
     found = api.evaluate(
         source,
         data,
-        overrides or (),
+        with_boxes(overrides, boxes),
         batch_size=batch_size,
         bad_rows="skip" if bad_rows is BadRows.skip else "fail",
         report=api.print_progress,

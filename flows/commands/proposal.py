@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from onward.flows import first_config
-from onward.flows.commands.common import Json, Overrides, print_json
+from onward.flows.commands.common import Boxes, Json, Overrides, print_json, with_boxes
 
 
 def init(
@@ -27,10 +26,7 @@ def init(
     range_test: Annotated[
         bool, typer.Option("--range-test", help="Find the learning rate by a range test of at most 60 steps.")
     ] = False,
-    boxes: Annotated[
-        Path | None,
-        typer.Option(help="Object detection: a .json of COCO, or a folder of YOLO's .txt or Pascal VOC's .xml files."),
-    ] = None,
+    boxes: Boxes = None,
     as_json: Json = False,
 ) -> None:
     """Write a configuration for a model and data, and prove it by 20 steps.
@@ -41,14 +37,10 @@ def init(
     """
     from onward.flows.shown.inspection_report import show_proposed
 
-    given = [*(overrides or ())]
-    if boxes:
-        # the string of JSON is one of TOML
-        given.append(f"data.image.boxes={json.dumps(str(boxes.resolve()))}")
     found = first_config.init(
         model,
         data,
-        given,
+        with_boxes(overrides, boxes),
         output=output,
         force=force,
         steps=0 if no_try else steps,

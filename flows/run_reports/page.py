@@ -304,13 +304,13 @@ def _changes(facts: RunFacts) -> dict[str, Any]:
     if found is None:
         return {}
 
-    def moved(change: TensorChange) -> float:
-        return change.relative if change.relative is not None else -1.0  # it was zero
+    def moved(change: TensorChange) -> tuple[bool, float]:
+        return change.is_weight, -1.0 if change.relative is None else change.relative  # None: it was zero
 
     values = sorted((each for each in found.tensors if each.change == "values"), key=moved, reverse=True)
     others = [f"{each.name}: {each.change}" for each in found.tensors if each.change != "values"]
     others += [f"{each.operator} {each.node}: {each.change}" for each in found.nodes]
-    greatest = max((each.relative or 0.0 for each in values), default=0.0)
+    greatest = max((each.relative or 0.0 for each in values[:MOST_CHANGES]), default=0.0)
     return {
         "shown": values[:MOST_CHANGES],
         "greatest": greatest,

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from onward.trainer.proposal.initialise import Proposed
     from onward.trainer.run.recorded.trial_records import PreprocessingTrial, PreprocessingTrials
 
+MOST_LETTERS = 48
+"""Of a value in a table of reasons."""
 MAX_ROWS = 12
 """Rows of one table that are shown without --all."""
 
@@ -237,9 +239,15 @@ def show_machine(found: MachineReport) -> None:
 # -- proposals
 
 
+def _shortened(value: str) -> str:
+    return value if len(value) <= MOST_LETTERS else f"{value[: MOST_LETTERS - 4]} ..."
+
+
 def show_proposed(found: Proposed, to_train: str) -> None:
     """Print what was guessed and why, the open questions, the proof, and the next command."""
-    table([(f"{guess.setting} = {guess.value}", guess.reason) for guess in found.guesses])
+    # the raw outputs of a detector would move all reasons to the right; the file has them in full
+    shown = [(f"{guess.setting} = {_shortened(guess.value)}", guess.reason) for guess in found.guesses]
+    table(shown)
     for note in found.notes:
         print(wrapped(note, "  - "))
     if found.questions:

@@ -43,7 +43,7 @@ def trial_config(sweep: Sweep, trial: Trial) -> RunConfig:
     """Return the configuration of a trial. All trials register under the sweep's name, and have names of their own."""
     config = load_config(sweep.settings, trial.settings.items())
     # the best trial becomes a version of one model, whatever trial it is
-    export = config.export.model_copy(update={"register_as": config.export.register_as or config.name})
+    export = config.export.model_copy(update={"register_as": config.registered_name})
     monitor = config.monitor.model_copy(update={"tracking_uri": sweep.tracking_uri})
     name = f"{sweep.name}-{trial.number}"
     return config.model_copy(update={"name": name, "export": export, "monitor": monitor})

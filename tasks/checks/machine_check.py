@@ -31,7 +31,7 @@ from onward.trainer.errors import Refused
 from onward.trainer.extras import how_to_install
 from onward.trainer.quantities import mb
 from onward.trainer.run.directory import RunDir, onward_home
-from onward.trainer.run.machine.this_machine import free_host_memory, missing_compiler, most_gpus
+from onward.trainer.run.machine.this_machine import free_host_memory, missing_compiler, most_gpus, usable_cores
 from onward.trainer.run.outcomes.storage import broken_storage
 from onward.trainer.run.records import Needs
 
@@ -85,6 +85,18 @@ def engine_problems(shard_on: str) -> Iterator[str]:
 def num_ranks(parallel: ParallelConfig, launch: LaunchConfig) -> int:
     """Return the ranks of the job, also before `parallel = "auto"` has chosen sizes."""
     return launch.num_ranks or parallel.data * parallel.tensor * parallel.pipeline
+
+
+def crowded_cores(launch: LaunchConfig, ranks: int) -> str:
+    """Return that the ranks on the CPUs of this machine are more than its cores; "" if they are not."""
+    cores = usable_cores()
+    elsewhere = launcher_of(launch).uses_other_hosts(launch.hostfile, os.environ)
+    if launch.device == "cuda" or elsewhere or ranks <= cores:
+        return ""
+    return (
+        f"{ranks} ranks share the {cores} cores of this machine: a step takes longer than with {cores} ranks, since "
+        "they wait for each other; start fewer ([parallel], launch.num_ranks) unless this is a trial of the layout"
+    )
 
 
 def _launcher_problems(launch: LaunchConfig, ranks: int) -> Iterator[str]:

@@ -46,7 +46,9 @@ def parameters(config: RunConfig) -> dict[str, str]:
         if key in settings and (settings[key] or "num_" not in key):
             wanted.append(key)
     wanted += [key for key in changed_settings(config) if key != "name"]
-    return {key: _short(settings[key]) for key in dict.fromkeys(wanted)}
+    # by their names: a table has a value for each of its settings
+    shown = settings | {"metrics": [metric.key for metric in config.metrics]}
+    return {key: _short(shown[key]) for key in dict.fromkeys(wanted)}
 
 
 def first_tags(

@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 
 from onward.infra.mlflow.mlflow_store import local_store
 from onward.infra.mlflow.tracking import Tracker
-from onward.tasks.configure import configure
+from onward.tasks.configure import _log, configure
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.audio import AudioConfig
@@ -24,7 +24,7 @@ from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedModel
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.kept_settings import write_settings
-from onward.trainer.run.records import RunIdentity, read_record
+from onward.trainer.run.records import Rehearsal, RehearsedBatch, RunIdentity, read_record
 from tests.support.graphs import residual_mlps, tiny_conv_net, tiny_mlp
 from tests.support.unseen import UNSEEN
 
@@ -258,3 +258,18 @@ def test_without_mlflow_a_new_run_is_refused_and_a_resumed_one_continues(
             begin(sections, "run-2")
         run.identity.write_text(known.model_copy(update={"tracking_uri": away}).model_dump_json())
         assert identity(begin(sections)).mlflow_run_id == known.mlflow_run_id
+
+
+def test_what_was_not_rehearsed_has_a_consequence_and_lists_say_that_they_are_cut(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batch = RehearsedBatch(what="training", rows=2, loss=1.0, elapsed_s=1.0)
+    left = "the guard: the time of the rehearsal, 60 s, was over"
+    with caplog.at_level("WARNING"):
+        for names in ("abc", "abcdef"):
+            _log(Rehearsal(batches=(batch,), not_rehearsed=(left,), without_gradient=tuple(names)))
+    guard, few, _, many = [record.message for record in caplog.records]
+    assert guard.startswith(f"not rehearsed: {left}. An error there would end the run later")
+    assert few.startswith("3 weights have no gradient on the first rows")
+    assert few.endswith(": a, b, c")
+    assert many.endswith(": the first 5 of them are a, b, c, d, e")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,10 +14,9 @@ from onward.trainer.config.layers import Layered, Source, depth_of, is_auto, par
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.open_questions import OPEN, open_questions
 from onward.trainer.config.rules import Sections, check_cross_section_rules
-from onward.trainer.config.run_config import SECTIONS, RunConfig
+from onward.trainer.config.run_config import SECTIONS, RunConfig, name_of_model
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.metrics import MetricConfig
-from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.setting_paths import anchor, expanded
 from onward.trainer.config.unknown_settings import explained, unknown_sections
 from onward.trainer.errors import ConfigError, shown
@@ -104,7 +102,7 @@ def build_config(
     # read
     if read.keys() == {*SECTIONS, *ENTRIES}:
         try:
-            name = raw.get("name", _name_of_model(read["model"]))
+            name = raw.get("name", name_of_model(str(read["model"].path)))
             config = RunConfig(name=name, **read)  # checks the rules, too
         except ValidationError as error:
             found += explained(error, "", RunConfig, RunConfig)
@@ -116,13 +114,6 @@ def build_config(
     if found or config is None:
         raise ConfigError(found)
     return config
-
-
-def _name_of_model(model: ModelConfig) -> str:
-    """Return the name of a configuration that has none: that of its model's file, so that two models have two."""
-    # the suffix, a version of MLflow, the query of a URL
-    stem = re.split(r"[.@?]", str(model.path).rstrip("/").rpartition("/")[2])[0]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:100] or "onward"
 
 
 ENTRIES: Mapping[str, type[Section]] = {"loss": LossConfig, "metrics": MetricConfig}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -28,6 +29,8 @@ from onward.trainer.config.sections.training import (
     TrainConfig,
 )
 
+UNNAMED = "config"
+"""The name of a configuration that says nothing of its model."""
 COMPILE_TIMEOUT_S = 1800.0
 """Least limit of the silence while a rank compiles: a large graph takes minutes, and more on a busy machine."""
 
@@ -92,6 +95,18 @@ class RunConfig(Section):
         return self._left_out
 
     @property
+    def registered_name(self) -> str:
+        """The name in MLflow's model registry: `export.register_as`, else that of the configuration.
+
+        config.toml, as `onward init` calls it, would be the name of every model: then it is that of the model's file.
+        """
+        own = "" if self.name == UNNAMED else self.name
+        path = str(self.model.path)
+        # a folder of its own says more than model.onnx
+        of_file = name_of_model(path.removesuffix("/model.onnx"))
+        return self.export.register_as or own or of_file
+
+    @property
     def losses(self) -> tuple[LossConfig, ...]:
         """The losses in order, everything filled in: what code reads in place of [loss] and its short form."""
         return filled(self.model, self.data, self.loss)
@@ -150,6 +165,13 @@ class RunConfig(Section):
         if self.export.weights == "auto":
             return self.checkpoint.best_metric != self._best_metric_of_file
         return self.export.weights == "average"
+
+
+def name_of_model(path: str) -> str:
+    """Return the name of a configuration that has none: that of its model's file, so that two models have two."""
+    # the suffix, a version of MLflow, the query of a URL
+    stem = re.split(r"[.@?]", path.rstrip("/").rpartition("/")[2])[0]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:100] or "onward"
 
 
 def _sections() -> Mapping[str, type[Section]]:

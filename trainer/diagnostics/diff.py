@@ -43,7 +43,8 @@ def compare(a: Path, b: Path, *, parsed_b: onnx.ModelProto | None = None) -> Dif
         model=tuple(_model_changes(bare, bare_after)),
         interface=tuple(_interface_changes(before.graph, after.graph)),
         nodes=tuple(_node_changes(bare.graph, bare_after.graph)),
-        tensors=tuple(tensors),
+        # weights first: a new head changes shapes as well, which follow from it
+        tensors=tuple(sorted(tensors, key=lambda change: not change.is_weight)),
         equal_tensors=equal,
         stripped=stripped,
     )

@@ -26,6 +26,11 @@ class TensorChange(Record):
     cosine: float | None = None
     """Cosine similarity of before and after; None if one of them is 0."""
 
+    @property
+    def is_weight(self) -> bool:
+        """Whether it holds floating-point numbers; integers, such as shapes, follow from other changes."""
+        return "float" in (self.before or self.after)
+
 
 class NodeChange(Record):
     """One node that differs between the files."""

@@ -40,14 +40,13 @@ from onward.trainer.data.schema.signature import digest_of_files
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.row_origins import row_origins
-from onward.trainer.data.storage.shards import Shards
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import OnwardError
 from onward.trainer.export.file_verification import PARITY_BATCHES, ROUNDED, Expected, changed_tensors, verify
 from onward.trainer.export.measuring.baselines import Baselines
 from onward.trainer.export.measuring.cuda_provider import check_on_cuda
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
-from onward.trainer.export.measuring.file_precision import file_precision
+from onward.trainer.export.measuring.file_precision import file_precision, objects_of
 from onward.trainer.export.measuring.helper_nodes import costly_helpers
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.measuring.samples import WorstSamples
@@ -56,7 +55,6 @@ from onward.trainer.export.preprocessing.given_form import GivenFile, difference
 from onward.trainer.export.preprocessing.preprocessing_file import class_names
 from onward.trainer.export.run_as_read import RunAsRead
 from onward.trainer.export.variants.quantize_aware import integer_kernels
-from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
 from onward.trainer.onnx_graph.files.index import all_names
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
@@ -146,15 +144,14 @@ def export(
         if form and not config.quantize.aware:
             as_given = _compare_as_given(given, form, merged, compared, staging / "given", opened, data)
         cuda = check_on_cuda(runner, batches=PARITY_BATCHES, tolerance=config.export.tolerance)
-        examined = data.rows if examines else None
-        losses = data.new_metrics(runner.outputs).losses
-        samples = None if examined is None else _worst_samples(opened, losses, examined)
+        samples = _worst_samples(opened, runner, data) if examines else None
         also = (baselines.measure, *((samples.add,) if samples else ()))
         after = runner.evaluate(*also)
         of_file, not_measured = file_precision(written, runner, data, config.metrics)
+        objects = objects_of(written, runner, data)
         fp32 = _metrics_of_floats(run, data, staging / "fp32", config.model) if config.quantize.aware else {}
         kernels = integer_kernels(path) if config.quantize.aware else {}
-        tested = _metrics_of(written, test, staging / "test", config.model, config.metrics) if test else {}
+        tested = metrics_of_file(written, test, staging / "test", config.model, config.metrics) if test else {}
         helpers = _cost_of_helpers(written, runner)
         changed = len(changed_tensors(written, expected.original, expected.weights))
         # the model is moved last: it names the other files, so it must not appear before them
@@ -172,6 +169,7 @@ def export(
         before=before,
         after=after | of_file,
         file_not_measured=not_measured,
+        objects=objects,
         baselines=baselines.compute(),
         fp32=fp32,
         kernels=kernels,
@@ -215,7 +213,11 @@ def _cost_of_helpers(written: ModelFile, runner: OnnxRunner) -> str:
     return str(found or "")
 
 
-def _worst_samples(opened: RunAsRead, losses: Losses, rows: Shards) -> WorstSamples:
+def _worst_samples(opened: RunAsRead, runner: OnnxRunner, data: EvaluationData) -> WorstSamples | None:
+    rows = data.rows
+    if rows is None:
+        return None
+    losses = data.new_metrics(runner.outputs).losses
     inputs = [info.name for info in opened.signature.inputs]
     return WorstSamples(losses, rows, image_inputs(opened.config.data, opened.signature), inputs)
 
@@ -358,7 +360,7 @@ def _rounded_as_stored(trained: ImportedGraph, merged: ImportedGraph, model: onn
     return module
 
 
-def _metrics_of(
+def metrics_of_file(
     file: ModelFile, data: EvaluationData, folder: Path, model: ModelConfig, metrics: Sequence[MetricConfig] = ()
 ) -> dict[str, float]:
     """Return the metrics of a file, whose losses may read tensors inside its graph.
@@ -372,4 +374,4 @@ def _metrics_of(
 def _metrics_of_floats(run: RunDir, data: EvaluationData, folder: Path, model: ModelConfig) -> dict[str, float]:
     """Return the metrics of the file whose weights are trained as integers; {} if it is gone."""
     floats = read_config(run, "local").model.path
-    return _metrics_of(ModelFile.read(floats), data, folder, model) if floats.is_file() else {}
+    return metrics_of_file(ModelFile.read(floats), data, folder, model) if floats.is_file() else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -230,6 +230,8 @@ class ExportedModel(Record):
     """Metrics of the exported file on all evaluation data, under onnxruntime."""
     file_not_measured: str = ""
     """Why `after` has no `file/map` of what a detector's file itself returns; empty if it has, and of other models."""
+    objects: dict[str, Any] | None = None
+    """Of a detector: `Objects` of preprocessing.json."""
     baselines: dict[str, dict[str, float]] = {}
     """What can be predicted without a model, such as "the mean of the labels" -> its metrics on the same data."""
     test: dict[str, float] = {}

@@ -15,8 +15,9 @@ import pytest
 from onward.infra.job.launcher import LaunchError
 from onward.infra.job.mpirun import ALLOCATIONS, Mpirun
 from onward.tasks.checks import disk_space, machine_check
-from onward.tasks.checks.machine_check import machine_problems
+from onward.tasks.checks.machine_check import crowded_cores, machine_problems
 from onward.trainer.config.loading import build_config
+from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.run.machine import this_machine
 from onward.trainer.run.machine.this_machine import most_gpus
 from onward.trainer.run.outcomes import storage
@@ -198,3 +199,14 @@ def test_weights_that_fit_neither_memory_nor_disk_are_refused(tmp_path: Path, mo
     disk, memory = problems(tmp_path, launch={"device": "cpu"}, parallel={"data": 2})
     assert "of disk are free on the file system" in disk
     assert "the weights of 2 ranks need" in memory
+
+
+def test_more_ranks_than_cores_are_named_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_check, "usable_cores", lambda: 2)
+
+    def said(ranks: int, device: str = "cpu") -> str:
+        return crowded_cores(LaunchConfig.model_validate({"device": device, "launcher": "mpirun"}), ranks)
+
+    assert said(4).startswith("4 ranks share the 2 cores of this machine: a step takes longer than with 2 ranks")
+    assert said(2) == ""
+    assert said(4, "cuda") == ""

@@ -49,3 +49,8 @@ def test_a_version_names_the_version_that_its_run_began_with(tmp_path: Path) -> 
     copy = LocalCopy(url="models:/digits@champion", path=tmp_path / "m.onnx", key="digits/3 abc", bytes=1)
     write_record(run.remote, LocalCopies(copies=(copy,)))
     assert trained_from(run, config.model) == "digits/3"
+
+
+def test_metrics_are_parameters_by_their_names() -> None:
+    config = build_config({"name": "a", **SECTIONS, "metrics": ["f1_macro", "top_3"]})
+    assert parameters(config)["metrics"] == "['f1_macro', 'top_3']"

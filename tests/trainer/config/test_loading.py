@@ -619,3 +619,19 @@ def test_every_number_of_a_configuration_has_a_least_and_a_greatest_value() -> N
     found = open_ends(RunConfig.model_json_schema(), "")
     signed = ("ignore_index", "class_axis", "mask_values")
     assert [each for each in found if not any(name in each for name in signed)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "model", "named", "registered"),
+    [
+        ("config", "nets/yolo.onnx", "", "yolo"),
+        ("config", "nets/plates/model.onnx", "", "plates"),
+        ("plates", "nets/yolo.onnx", "", "plates"),
+        ("config", "nets/yolo.onnx", "mine", "mine"),
+    ],
+)
+def test_config_toml_is_not_the_name_of_every_registered_model(
+    file: str, model: str, named: str, registered: str
+) -> None:
+    settings = {**GOOD, "name": file, "model": {"path": model}, "export": {"register_as": named}}
+    assert build_config(settings).registered_name == registered

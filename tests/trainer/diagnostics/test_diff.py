@@ -215,3 +215,14 @@ def test_infinite_values_and_nan_are_differences(tmp_path):
     [change] = compare(*pair(a, b, tmp_path)).tensors
     assert change.changed == 2
     assert np.isnan(change.greatest)
+
+
+def test_weights_are_listed_before_the_shapes_that_follow_from_them(tmp_path):
+    a = tiny_mlp()
+    shape = helper.make_tensor("shape", TensorProto.INT64, [2], [-1, 4])
+    a.graph.initializer.insert(0, shape)
+    b = copy.deepcopy(a)
+    b.graph.initializer[0].CopyFrom(helper.make_tensor("shape", TensorProto.INT64, [2], [-1, 900]))
+    weight = b.graph.initializer[1]
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(1.01), weight.name))
+    assert [each.name for each in compare(*pair(a, b, tmp_path)).tensors] == [weight.name, "shape"]

@@ -176,6 +176,14 @@ class DataConfig(Section):
             saved.pop("source", None)
         return saved
 
+    def plain_from(self, num_samples: int, num_rows: int) -> int | None:
+        """Return the position in the stream from which on images are not put together; None = they are to the end."""
+        mosaic = self.image.augment.mosaic if self.image else 0.0
+        if not isinstance(mosaic, tuple):
+            return None
+        # counted from the end of the run, whether steps or epochs limit it; even, so that both of a pair are plain
+        return max(0, num_samples - round(mosaic[1] * num_rows)) // 2 * 2
+
     @property
     def digits_shape(self) -> tuple[int, int]:
         """The channels and the side of the bundled digits."""

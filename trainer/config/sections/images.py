@@ -52,9 +52,10 @@ class AugmentConfig(Section):
     of the colour circle); 0.4 is usual. Grey images keep hue and saturation, which they lack."""
     erasing: Fraction = 0.0
     """Probability that a random rectangle is set to the mean colour; 0.25 is usual."""
-    mosaic: Fraction = 0.0
+    mosaic: Fraction | tuple[Fraction, NonNegativeFloat] = 0.0
     """With `boxes`: probability that the image is a part, of its size, of four images in a square, which is cut out at
-    random, or by `random_resized_crop`; 1 is usual. It is made before all other changes."""
+    random, or by `random_resized_crop`; 1 is usual. It is made before all other changes. Two numbers: and so many
+    epochs at the end of the run without it, and without MixUp and CutMix; [1.0, 10] is usual."""
     mixup: NonNegativeFloat = 0.0
     """Alpha of MixUp: an image and its label are mixed with those of another sample; 0.2 is usual. 0 = none. With
     `cutmix` too, one of the two is drawn. With `boxes` both images keep theirs, and 32 is usual."""
@@ -67,9 +68,14 @@ class AugmentConfig(Section):
         return self.flip if isinstance(self.flip, tuple) else (self.flip, 0.0)
 
     @property
+    def mosaic_share(self) -> float:
+        """The probability of a mosaic."""
+        return self.mosaic[0] if isinstance(self.mosaic, tuple) else self.mosaic
+
+    @property
     def joined(self) -> int:
         """The most images whose boxes are those of one sample."""
-        return (4 if self.mosaic else 1) << (self.mixup > 0)
+        return (4 if self.mosaic_share else 1) << (self.mixup > 0)
 
     @property
     def mixes(self) -> bool:

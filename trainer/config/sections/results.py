@@ -198,7 +198,8 @@ class ExportConfig(Section):
     """How much worse a variant may be than the exported file: in accuracy, absolute; without an accuracy, in the
     evaluation loss, relative."""
     register_as: str = ""
-    """The name in MLflow's model registry; empty = the run's name."""
+    """The name in MLflow's model registry; empty = that of the configuration, or of the model's file if that is
+    called config."""
     alias: str = "champion"
     """The alias of the version that is served; `promote_if` decides whether it moves to the new version. Empty =
     none."""

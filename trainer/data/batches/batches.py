@@ -144,6 +144,7 @@ class Batches:
         self._train = config.train
         self._micro_batch_size = config.micro_batch_size
         self._num_samples = config.train.samples_of_run(shards.num_rows)
+        self._plain_from = config.data.plain_from(self._num_samples, shards.num_rows)
         check_last_samples(config.model, config.train, config.parallel, shards.num_rows)
         self._replica = replica
         self._num_replicas = num_replicas
@@ -179,8 +180,7 @@ class Batches:
     def example(self) -> Batch:
         """Return the first micro-batch of a stream of one replica: the same on every rank, used for its shapes."""
         # without positions nothing random is drawn
-        batch = self._collate(Samples(self.rows(0, self._micro_batch_size)))
-        return self._collate.finish([batch])[0]
+        return self._collate.finish([self._collate(Samples(self.rows(0, self._micro_batch_size)))])[0]
 
     def first_lengths(self, most: int) -> Array:
         """Return the lengths of the first rows of the data, the same on every rank: int64 [rows, varying inputs]."""
@@ -221,7 +221,7 @@ class Batches:
         return [*self._collate.several(parts[:-1], same_length=self._same_length), last]
 
     def _samples(self, positions: Array, step: int) -> Samples:
-        return Samples(self._stream.rows(positions), positions, self._read, step)
+        return Samples(self._stream.rows(positions), positions, self._read, step, self._plain_from)
 
     def _read(self, positions: Array) -> dict[str, Values]:
         return self._shards.read(self._stream.rows(positions))

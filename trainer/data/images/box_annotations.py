@@ -43,6 +43,21 @@ class Annotations:
     """Of the classes, in the order in which the format numbers them; () = it names them in the boxes alone."""
     problems: list[str] = field(default_factory=list)
     """What is wrong, by file and line."""
+    images: int = 0
+    """Images of the source."""
+    without_file: int = 0
+    """Those without a label file, or that COCO's file does not list."""
+
+    def __str__(self) -> str:
+        number = sum(map(len, self.boxes.values()))
+        shown = sum(map(bool, self.boxes.values()))
+        what = f"{number} boxes in {shown} of {self.images} images"
+        return f"{what} ({self.without_file} without a label file)" if self.without_file else what
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether most images have no labels, as where labels lie elsewhere or have other names."""
+        return 2 * self.without_file > self.images
 
 
 def place_of(source: Path, place: str) -> Path:
@@ -80,6 +95,8 @@ def read_annotations(source: Path, images: Sequence[str], place: str) -> Annotat
         raise DataError(
             f"data.image.boxes: there is no {path}; name a .json of COCO, or a folder of .txt or .xml files"
         )
+    found.images = len(images)
+    found.without_file = found.without_file or len(images) - len(found.boxes)
     if found.problems:
         more = len(found.problems) - MOST_PROBLEMS
         raise DataError(
@@ -165,6 +182,7 @@ def _yolo(path: Path, source: Path, images: Sequence[str]) -> Annotations:
     names, has_key_points = _yolo_settings(path)
     found = Annotations({}, names)
     files = _files_beside(path, images, ".txt")
+    found.without_file = len(images) - len(files)
     for name in images:
         found.boxes[name] = []
         file = files.get(name)

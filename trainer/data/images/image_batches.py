@@ -81,25 +81,30 @@ class ImageBatches:
             # position p has the partner p XOR 1: both have the same p >> 1
             pairs = np.unique(positions >> 1)
             positions = np.stack([2 * pairs, 2 * pairs + 1], axis=1).ravel()
-        tiles = self._tiles(positions)
+        tiles = self._tiles(positions, samples.plain_from)
         read = self._read(values, samples, np.unique(tiles))
         computed = self._computed(read, tiles, positions)
         if not self._mixed:
             return {**values, **computed}
-        self._mix(computed, [read[self._mixed.column][position] for position in positions], pairs)
+        labels = [read[self._mixed.column][position] for position in positions]
+        joined = len(pairs) if samples.plain_from is None else int(np.searchsorted(2 * pairs, samples.plain_from))
+        self._mix(computed, labels, pairs, joined)
         # `positions` is sorted and has both samples of each pair; the micro-batch takes its own ones, in its order
         chosen = np.searchsorted(positions, own)
         return {**values, **{name: _taken(rows, chosen) for name, rows in computed.items()}}
 
-    def _tiles(self, positions: Array) -> Array:
+    def _tiles(self, positions: Array, plain_from: int | None) -> Array:
         """Return the positions whose images make the image of each position, itself first: int64 [n, 1 or 4].
 
-        Where no mosaic is drawn, all four are the position itself.
+        Where no mosaic is drawn, all four are the position itself. plain_from: see `Samples`.
         """
-        if not self._config.augment.mosaic:
+        share = self._config.augment.mosaic_share
+        if not share:
             return positions[:, None]
         hashes = [keyed_hash(positions, hash_key("mosaic", tile, self._seed)) for tile in range(4)]
-        drawn = hashes[0].astype(np.float64) < self._config.augment.mosaic * 2.0**64
+        drawn = hashes[0].astype(np.float64) < share * 2.0**64
+        if plain_from is not None:
+            drawn &= positions < plain_from
         block = positions - positions % NEIGHBOURS
         others = [np.where(drawn, block + (each % NEIGHBOURS).astype(np.int64), positions) for each in hashes[1:]]
         return np.stack([positions, *others], 1)
@@ -207,11 +212,11 @@ class ImageBatches:
             tensor = tensor.flip(1)
         return tensor.permute(0, 2, 3, 1).contiguous() if info.nhwc else tensor
 
-    def _mix(self, computed: dict[str, Any], given: Sequence[Any], pairs: Array) -> None:
+    def _mix(self, computed: dict[str, Any], given: Sequence[Any], pairs: Array, mixed_pairs: int) -> None:
         """Mix the samples of each pair, which follow each other in the columns, and their labels: classes as
         probabilities [n, C]; of boxes each sample gets those of both.
 
-        given: the labels as they are stored. pairs: int64 [n / 2].
+        given: the labels as they are stored. pairs: int64 [n / 2], of which the first `mixed_pairs` are mixed.
         """
         assert self._mixed is not None
         label = self._mixed.column
@@ -227,15 +232,17 @@ class ImageBatches:
             )
         # views of `computed`, whose samples are replaced by mixed ones
         images = [_channels_first(torch.from_numpy(computed[name]), info) for name, info in self._images.items()]
-        soft = torch.empty(len(labels), num_classes)
-        for number, seed in enumerate(seeds(pairs, seed=self._seed, purpose="image mixing")):
+        # as they are, for pairs that are not mixed
+        soft = torch.eye(num_classes)[labels]
+        for number, seed in enumerate(seeds(pairs[:mixed_pairs], seed=self._seed, purpose="image mixing")):
             pair = slice(2 * number, 2 * number + 2)
             mixed, soft[pair] = self._mixing([each[pair].contiguous() for each in images], labels[pair], seed)
             for each, found in zip(images, mixed, strict=True):
                 each[pair] = found
         if has_boxes:
             boxes = computed[label]
-            computed[label] = [np.concatenate([boxes[at], boxes[at ^ 1]]) for at in range(len(boxes))]
+            both = [np.concatenate([boxes[at], boxes[at ^ 1]]) for at in range(2 * mixed_pairs)]
+            computed[label] = [*both, *boxes[2 * mixed_pairs :]]
         else:
             computed[label] = soft.numpy()
 

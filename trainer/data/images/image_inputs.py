@@ -291,7 +291,7 @@ def box_column(data: DataConfig, losses: Sequence[LossConfig]) -> str:
             "data.image.augment.rand_augment and cutmix cannot change boxes with their images; use mosaic, mixup, "
             "random_resized_crop, flip and color_jitter"
         )
-    if image.mask_columns and (image.augment.mosaic or image.augment.mixup):
+    if image.mask_columns and (image.augment.mosaic_share or image.augment.mixup):
         problems.append("data.image.augment.mosaic and mixup cannot change masks with their images and boxes")
     if problems:
         raise ConfigError(problems)

@@ -59,7 +59,7 @@ def folder_blocks(
     """
     part = part or FilePart()
     masks = mask_files(files, mask_folder, skips_rows=skips_rows) if mask_folder else []
-    labels = _annotations(files, boxes).boxes if boxes else {}
+    labels = annotations_beside(files, boxes).boxes if boxes else {}
     classes = set[str]() if masks or boxes else _classes(files)
     for first in range(part.begin, min(part.stop, len(files)), PART_ROWS):
         some = files[first : first + PART_ROWS]
@@ -83,14 +83,15 @@ def folder_blocks(
         yield Block(column, first + np.array(good, np.int64), cells, bad, names=shown)
 
 
-def _annotations(files: Files, boxes: str) -> Annotations:
+def annotations_beside(files: Files, boxes: str) -> Annotations:
+    """Return the boxes beside the images of a source. Raises as `read_annotations`."""
     name, path = files[0]
     return read_annotations(Path(str(path).removesuffix(name)), [name for name, _ in files], boxes)
 
 
 def class_names_beside(files: Files, boxes: str) -> tuple[str, ...]:
     """Return the classes of boxes that lie beside images, in the order of their format; () if it has none."""
-    return _annotations(files, boxes).names
+    return annotations_beside(files, boxes).names
 
 
 def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> list[Path | None]:

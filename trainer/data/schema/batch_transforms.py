@@ -36,6 +36,8 @@ class Samples:
     `positions` is."""
     step: int = 0
     """The first position of the step."""
+    plain_from: int | None = None
+    """The position from which on samples are not put together, by mosaics, MixUp or CutMix; None = all may be."""
 
 
 class BatchTransform(Protocol):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,10 +24,12 @@ from onward.trainer.config.sections.metrics import OF_FILE, MetricConfig, metric
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import UnsupportedModel
+from onward.trainer.export.detections.file_detections import recognise
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile, fp32_copy, in_half_precision
-from onward.trainer.model.losses.dense_heads.file_detections import FileDetections, recognise
+from onward.trainer.export.served.detections import BoxColumns, EachClass, FileDetections, Selection, Table
+from onward.trainer.model.losses import set_prediction
 from onward.trainer.model.metrics.mean_precision import MeanPrecision
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.graph_parts import part_between
@@ -34,6 +37,8 @@ from onward.trainer.onnx_graph.graph_parts import part_between
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+OF_A_SET = BoxColumns(0, is_centred=True, in_shares=True)
+"""The boxes of a set, as its losses read them."""
 MOST_CHANNELS = 4
 """Of an image."""
 
@@ -44,10 +49,12 @@ def file_precision(
     """Return the metrics of what a file itself has found in all rows, as `<split>/file/<name>`; else {} and why.
 
     part: the trained part of the same file. metrics: those of the run. Returns {} and "" where no detector with a grid
-    is trained. Raises nothing: a file that is not understood is no error.
+    is trained. Raises OSError of a disk alone: a file that is not understood is no error.
     """
     try:
         measures = file_measures(file, part, data, metrics)
+    except OSError:
+        raise  # a full disk, which is no fault of the file
     except Exception as error:  # onnxruntime's errors have no common base class, and the file is exported
         reason = str(error) if isinstance(error, UnsupportedModel) else f"{type(error).__name__}: {error}"
         log.warning("map is that of the raw outputs, and not that of the whole file: %s", reason)
@@ -89,7 +96,48 @@ def _found(whole: WholeFile, data: EvaluationData, place: int) -> Iterator[tuple
         size = image_size(batch.inputs)
         detections = detections or whole.recognise(batch, size)
         for row in range(batch.size):
-            yield detections.read(whole.outputs(batch, row), size), labels[row : row + 1]
+            yield torch.from_numpy(detections.read(whole.outputs(batch, row), size)), labels[row : row + 1]
+
+
+def objects_of(file: ModelFile | onnx.ModelProto, part: OnnxRunner, data: EvaluationData) -> dict[str, Any] | None:
+    """Return how what a file has found is read from its outputs, as `Objects` of preprocessing.json.
+
+    part: the trained part of the same file. None where no loss is one of boxes.
+    """
+    losses = [each.config for each in data.new_metrics(part.outputs).losses.each]
+    of_objects = [each for each in losses if each.rule.labels == "objects"]
+    if not of_objects:
+        return None
+    # several losses of a set read the same outputs
+    loss = of_objects[0]
+    names = list(loss.outputs)
+    form: FileDetections | None = None
+    batch = next(iter(data.batches()))
+    if loss.rule.has_grid:
+        try:
+            whole = WholeFile(file, part, data, loss)
+            form = whole.recognise(batch, image_size(batch.inputs))
+            names = whole.names
+        except Exception as error:  # as file_precision, which says it
+            log.info("boxes are decoded from the raw outputs: %s", error)
+    else:
+        results = part.run([tensor[:1] for tensor in part.inputs_of(batch)])
+        scores = results[part.outputs.index(names[0])]
+        form = _form_of_set(loss, scores.shape[-1])
+    read = {"name", "output", "strides", "anchors", "scores", "num_queries"}
+    settings = loss.model_dump(mode="json", include=read, exclude_defaults=True)
+    return {"outputs": names, "form": asdict(form) if form else None, "loss": settings}
+
+
+def _form_of_set(loss: LossConfig, num_scores: int) -> FileDetections:
+    """Return how outputs of scores and boxes hold a set (set_prediction.detections)."""
+    is_softmax = loss.scores == "softmax"
+    scores = EachClass(Table(0, is_transposed=False), 0, f"logits of a {'softmax' if is_softmax else 'sigmoid'}")
+    most = set_prediction.MOST_DETECTIONS
+    selection = Selection(most, most, least_score=0.0, of_best_class=is_softmax)
+    # without the last score of a softmax, which is that of no object
+    boxes = Table(1, is_transposed=False), OF_A_SET
+    return FileDetections(boxes, scores, num_scores - is_softmax, selection, with_boxes=(1,))
 
 
 class WholeFile:

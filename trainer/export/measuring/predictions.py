@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import json
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -33,8 +34,8 @@ MOST_BAD = 20
 """A prediction that fails names so many bad rows."""
 ROWS_AT_ONCE = {"image": 32, "audio": 32, "text": 32}
 """What a column holds -> rows of a batch; 1024 for numbers and categories."""
-SUFFIXES = (".csv", ".parquet", ".npz")
-"""Names of files that predictions are written into."""
+SUFFIXES = (".csv", ".parquet", ".npz", ".json")
+"""Names of files that predictions are written into; .json has boxes in the form of COCO."""
 REPORT_S = 2.0
 """Seconds between two reports of progress."""
 
@@ -82,11 +83,20 @@ class Predictions:
     num_rows: int = 0
 
     def tables(self, top: int = 0) -> Iterator[Table]:
-        """Yield the columns that name rows and those that are predicted. Raises as `outputs`."""
+        """Yield the columns that name rows and those that are predicted, a row for each box. Raises as `outputs`."""
         for batch, found in self._each(lambda cells: self.predictor.predict(cells, top=top)):
+            if self.predictor.detector:
+                places = found.pop("row")
+                names = {name: [cells[at] for at in places] for name, cells in batch.ids.items()}
+                yield {**names, **found}
+                continue
             if clash := [name for name in batch.ids if name in found]:
                 raise DataError(f"a predicted column is called {clash[0]}, as the one that names the rows")
             yield {**batch.ids, **found}
+
+    def objects(self) -> Iterator[tuple[RawBatch, list[Array]]]:
+        """Yield each batch without its bad rows, and the boxes of each image (`Predictor.objects`). Raises so, too."""
+        return self._each(self.predictor.objects)
 
     def outputs(self) -> Iterator[tuple[RawBatch, dict[str, Array]]]:
         """Yield each batch without its bad rows, and output -> array [n, ...].
@@ -157,17 +167,23 @@ def output_problems(path: Path, *, overwrite: bool) -> list[str]:
 def write_predictions(path: Path, found: Predictions, *, top: int = 0, overwrite: bool = False) -> None:
     """Write all rows into a file, whose suffix decides its format; it is complete or absent.
 
-    .npz: the outputs of the file as they are, which are all in memory meanwhile. Raises ConfigError for a path that
-    cannot be written, DataError as `Predictions`.
+    .npz: the outputs of the file as they are, which are all in memory meanwhile; likewise .json. Raises ConfigError for
+    a path that cannot be written, DataError as `Predictions`.
     """
     if problems := output_problems(path, overwrite=overwrite):
         raise ConfigError(problems)
+    suffix = path.suffix.lower()
+    if suffix == ".json" and not found.predictor.detector:
+        raise ConfigError(
+            f"{path} would have boxes, and the model predicts none; name a file {', '.join(SUFFIXES[:-1])}"
+        )
+    whole = {".npz": _write_npz, ".json": _write_coco}
     writers = {".csv": _write_csv, ".parquet": _write_parquet}
     with durable_file(path) as partial:
-        if path.suffix.lower() == ".npz":
-            _write_npz(partial, found)
+        if suffix in whole:
+            whole[suffix](partial, found)
         else:
-            writers[path.suffix.lower()](partial, found.tables(top))
+            writers[suffix](partial, found.tables(top))
 
 
 def _write_csv(path: Path, tables: Iterator[Table]) -> None:
@@ -190,12 +206,37 @@ def _write_parquet(path: Path, tables: Iterator[Table]) -> None:
 
     with contextlib.ExitStack() as stack:
         writer: Any = None
+        made: Any = None
         for table in tables:
             made = pa.table({name: pa.array(cells) for name, cells in table.items()})
+            # images without any box say nothing about the types of columns
+            if not made.num_rows:
+                continue
             if writer is None:
                 writer = stack.enter_context(pq.ParquetWriter(path, made.schema))
             # a later batch may have another type, such as of a column that is empty so far
             writer.write_table(made.cast(writer.schema))
+        if writer is None:
+            pq.write_table(made, path)
+
+
+def _write_coco(path: Path, found: Predictions) -> None:
+    """Write what was found as COCO has annotations, each with its score; classes are numbered from 0 on."""
+    images: list[dict[str, Any]] = []
+    boxes: list[dict[str, Any]] = []
+    names = list(found.predictor.meanings[0]["classes"])
+    for batch, of_images in found.objects():
+        for name, own in zip(batch.ids.get("file", batch.names), of_images, strict=True):
+            images.append({"id": len(images) + 1, "file_name": name})
+            for number, score, x1, y1, x2, y2 in own.tolist():
+                # a model may have more classes than its data, which have no names
+                names += map(str, range(len(names), int(number) + 1))
+                sides = [x2 - x1, y2 - y1]
+                box = {"id": len(boxes) + 1, "image_id": len(images), "category_id": int(number), "score": score}
+                boxes.append({**box, "bbox": [x1, y1, *sides], "area": sides[0] * sides[1], "iscrowd": 0})
+    categories = [{"id": at, "name": name} for at, name in enumerate(names)]
+    content = {"images": images, "categories": categories, "annotations": boxes}
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _write_npz(path: Path, found: Predictions) -> None:

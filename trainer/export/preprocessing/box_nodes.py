@@ -25,19 +25,16 @@ from onward.trainer.data.images.geometry import resized_size
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ExportRefused, UnsupportedModel
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
-from onward.trainer.export.measuring.file_precision import WholeFile, image_size
+from onward.trainer.export.measuring.file_precision import OF_A_SET, WholeFile, image_size
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile, trained_part
 from onward.trainer.export.preprocessing.image_nodes import Fitting
-from onward.trainer.model.losses.dense_heads.box_tables import BoxColumns
-from onward.trainer.model.losses.dense_heads.file_detections import EachClass, FileDetections
+from onward.trainer.export.served.detections import BoxColumns, EachClass, FileDetections
 from onward.trainer.onnx_graph.files.index import dims_of, nodes_between
 from onward.trainer.onnx_graph.node_builder import GraphExtender
 from onward.trainer.onnx_graph.surgery.row_layout import rename_values
 from onward.trainer.run.recorded.preprocessing_record import ImageInput
 
-OF_A_SET = BoxColumns(0, is_centred=True, in_shares=True)
-"""The boxes of a set, as its losses read them."""
 MOST_AXES = 3
 """Of an output that may hold places; those with more are maps."""
 
@@ -162,7 +159,7 @@ def _not_understood(found: FileDetections, names: list[str], results: list[Array
     understood = {table.output, *(other.output for other, _ in known)}
     if found.choice:
         understood.add(found.choice.table.output)
-    if others := found.with_boxes - {table.output}:
+    if others := set(found.with_boxes) - {table.output}:
         yield f"{', '.join(repr(names[place]) for place in sorted(others))} hold boxes as well"
     own = {column for other, column in known if other.output == table.output}
     own |= set(range(columns.first + 4))

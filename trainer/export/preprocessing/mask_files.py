@@ -26,6 +26,10 @@ def write_masks(folder: Path, found: Predictions, *, overwrite: bool = False) ->
 
     Raises ConfigError for a model whose output is no mask, DataError as `Predictions`.
     """
+    if found.predictor.detector:
+        raise ConfigError(
+            f"the model predicts boxes, and {folder}/ would hold masks; name a file .csv, .parquet or .json"
+        )
     if len(found.predictor.meanings) != 1:
         outputs = ", ".join(meaning["name"] for meaning in found.predictor.meanings)
         raise ConfigError(f"masks are written of one output, and the model has {outputs}; write a file .npz")

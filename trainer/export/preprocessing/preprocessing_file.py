@@ -31,6 +31,7 @@ from onward.trainer.run.durable_files import sha256, write_durably
 from onward.trainer.run.recorded.preprocessing_record import (
     AudioInput,
     ImageInput,
+    Objects,
     OutputMeaning,
     Preprocessing,
     TableColumn,
@@ -95,6 +96,7 @@ def describe(
     tokenizer's file.
     """
     text = text_columns(data, losses, model, signature)
+    objects = Objects.model_validate(exported.objects) if exported.objects else None
     inputs: dict[str, ImageInput | TableInput | TokenInput | AudioInput] = {}
     for name, feed in file_feeds(data, signature).items():
         audio = data.audio if data.audio and feed.columns == (data.audio.column,) else None
@@ -110,7 +112,8 @@ def describe(
         inputs=inputs,
         window_length=data.table.window.length if data.table.window else None,
         text=_tokenizer(text, model, text_limit) if text else None,
-        outputs=tuple(_outputs(losses, manifest, signature)),
+        outputs=tuple(_outputs(losses, manifest, signature, objects)),
+        objects=objects,
     )
 
 
@@ -221,12 +224,22 @@ def _tokenizer(text: TextColumns, model: ModelConfig, limit: int | None) -> Toke
     )
 
 
-def _outputs(losses: Sequence[LossConfig], manifest: ShardManifest, signature: Signature) -> Iterator[OutputMeaning]:
+def _outputs(
+    losses: Sequence[LossConfig], manifest: ShardManifest, signature: Signature, objects: Objects | None
+) -> Iterator[OutputMeaning]:
     for loss in losses:
+        of_objects = loss.rule.labels == "objects"
+        # several losses of one set of boxes are one output
+        if of_objects and objects and loss.name != objects.loss["name"]:
+            continue
         output = signature.output(loss.outputs[0])
-        classes = class_names(loss, manifest.fitted) if loss.has_classes else ()
+        name = output.name if output else loss.outputs[0]
+        if of_objects and objects:
+            place = objects.form["boxes"][0]["output"] if objects.form else 0
+            name = objects.outputs[place]
+        classes = class_names(loss, manifest.fitted) if loss.has_classes or of_objects else ()
         yield OutputMeaning(
-            name=output.name if output else loss.outputs[0],
+            name=name,
             loss=str(loss.name),
             holds="".join(loss.rule.tasks[:1]),
             label=loss.columns,

@@ -57,6 +57,15 @@ def image(content: bytes, how: How) -> Array:
     return pixels.astype(how["dtype"])
 
 
+def image_size(content: bytes) -> tuple[int, int]:
+    """Return height and width of an encoded image, rotated as its EXIF data says, without decoding its pixels."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
+    is_turned = picture.getexif().get(0x0112, 1) >= 5  # orientations in which rows become columns
+    return (picture.width, picture.height) if is_turned else (picture.height, picture.width)
+
+
 def _decoded(content: bytes) -> Any:
     """Return the image that some content holds, rotated as its EXIF data says."""
     from PIL import Image, ImageOps

@@ -32,6 +32,8 @@ class RawModel:
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
         plain = frame.astype(object).where(frame.notna(), None)
         rows = {str(name): plain[name].tolist() for name in frame.columns}
+        if self._predictor.detector:  # a row for each box
+            return pd.DataFrame(self._predictor.predict(rows))
         outputs = self._predictor.outputs(rows)
         try:
             return pd.DataFrame(result_columns(outputs, self._predictor.meanings))

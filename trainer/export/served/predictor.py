@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from .media import Array
+from .detections import detections_in, in_original, object_columns
+from .media import Array, image_size
 from .raw_inputs import LOG, RawInputs, Rows, few, raw_columns, unusable
 from .result_columns import Columns, Meaning, result_columns
 
@@ -49,6 +50,9 @@ class Predictor:
     ) -> None:
         # the outputs that the recipe describes, also such as are inside of the graph
         wanted = [meaning["name"] for meaning in recipe["outputs"]] if recipe else []
+        self.detector: Mapping[str, Any] | None = (recipe or {}).get("objects")
+        """Of a detector: how its boxes are read, `objects` of preprocessing.json."""
+        wanted = list(dict.fromkeys([*wanted, *(self.detector["outputs"] if self.detector else ())]))
         self._stored = {name: name.removesuffix(LOG) for name in wanted if name.endswith(LOG)}
         """Output of training that is the logarithm of probabilities in the file -> these."""
         self._session = _opened(model, content, [self._stored.get(name, name) for name in wanted], threads)
@@ -68,6 +72,7 @@ class Predictor:
         """Raw column -> what it holds: image, audio, text, category, integers (a category by number), number."""
         images = [how for how in described["inputs"].values() if how["kind"] == "image"]
         self.channels_last = bool(images) and all(how["layout"] == "nhwc" for how in images)
+        self._images = images
         """Whether the channels of images, and so the classes of masks, are on the last axis."""
         batch_sizes = [value.shape[0] for value in taken.values() if value.shape]
         # the first dimension is the batch; a name or None in it is any number of rows
@@ -80,16 +85,51 @@ class Predictor:
         return [{"name": name, "loss": "", "label": (), "classes": ()} for name in tensors]
 
     def predict(self, rows: Rows, *, top: int = 0) -> Columns:
-        """Return column -> values [n] of n rows, as result_columns.py describes them. Raises as `outputs`."""
-        return result_columns(self.outputs(rows), self.meanings, top)
+        """Return column -> values [n] of n rows, as result_columns.py describes them. Raises as `outputs`.
+
+        Of a detector: a row for each box, and the number of its image as `row`.
+        """
+        if not self.detector:
+            return result_columns(self.outputs(rows), self.meanings, top)
+        return object_columns(self.objects(rows), self.meanings[0]["classes"], top)
+
+    def objects(self, rows: Rows) -> list[Array]:
+        """Return of each image class, score, x1, y1, x2, y2 by score, [n, 6], in pixels of the image itself.
+
+        Images are run one by one: the outputs of a file that chooses among its boxes have no rows. Raises as `outputs`.
+        """
+        assert self.detector
+        how = self._images[0]
+        count = self._count(rows)
+        inputs = self._inputs(rows, count) if count else {}
+        size = self.fixed_rows or 1
+        found = []
+        for at in range(count):
+            given = {name: np.repeat(array[at : at + 1], size, 0) for name, array in inputs.items()}
+            # of a fixed batch the others are copies
+            results = [each[: len(each) // size] for each in self._called(list(self.detector["outputs"]), given)]
+            boxes = self.found(results, (how["width"], how["height"]))
+            found.append(in_original(boxes, image_size(rows[how["column"]][at]), how))
+        return found
+
+    def found(self, results: Sequence[Array], size: tuple[int, int]) -> Array:
+        """Return what the outputs for one image hold, with corners in shares of the input of `size` (width, height)."""
+        assert self.detector
+        if self.detector["form"] is None:
+            raise ValueError("the file returns raw outputs, which Onward decodes: `onward predict` gives their boxes")
+        return detections_in(self.detector["form"]).read(results, size)
+
+    def _count(self, rows: Rows) -> int:
+        if missing := [name for name in self.columns if name not in rows]:
+            raise ValueError(f"column {few(missing)} is missing; there is {few(list(rows)) or 'none'}")
+        return len(rows[next(iter(self.columns))])
 
     def outputs(self, rows: Rows) -> dict[str, Array]:
         """Return output -> array [n, ...] of n rows.
 
         Raises BadRows, and ValueError with every column that is missing or what onnxruntime refuses.
         """
-        if missing := [name for name in self.columns if name not in rows]:
-            raise ValueError(f"column {few(missing)} is missing; there is {few(list(rows)) or 'none'}")
+        count = self._count(rows)
         windows = list(self.columns) if self._window else []
         # said before the computation, whose own error would not name the column
         if short := [name for name in windows if _is_no_window(rows[name], self._window)]:
@@ -97,7 +137,6 @@ class Predictor:
                 f"the model takes windows of {self._window} successive values, the oldest first, so that each cell of "
                 f"{few(short)} must be a list of {self._window} numbers"
             )
-        count = len(rows[next(iter(self.columns))])
         names = [meaning["name"] for meaning in self.meanings]
         # training reads logarithms, of which the file has the probabilities
         in_file = [self._stored.get(name, name) for name in names]
@@ -143,10 +182,7 @@ class Predictor:
         # beyond the last row the last row again
         places = np.minimum(np.arange(first, first + size), count - 1)
         given = inputs if size == count else {name: array[places] for name, array in inputs.items()}
-        try:
-            results = self._session.run(names, given)
-        except Exception as error:  # onnxruntime's errors have no common base class
-            raise ValueError(f"onnxruntime cannot run the file on these rows: {error}") from error
+        results = self._called(names, given)
         # the copies behind the last row are dropped
         kept = min(size, count - first)
         for name, array in zip(names, results, strict=True):
@@ -154,6 +190,13 @@ class Predictor:
             if not np.ndim(array) or len(array) != size:
                 raise ValueError(f"output {name!r} is {list(np.shape(array))} for {size} rows: it has no row for each")
         return [np.asarray(array)[:kept] for array in results]
+
+    def _called(self, names: list[str], given: Mapping[str, Array]) -> list[Array]:
+        try:
+            found: list[Array] = self._session.run(names, given)
+        except Exception as error:  # onnxruntime's errors have no common base class
+            raise ValueError(f"onnxruntime cannot run the file on these rows: {error}") from error
+        return found
 
 
 def _is_no_window(cells: Sequence[Any], length: int) -> bool:

@@ -69,6 +69,11 @@ def _title(meaning: Meaning) -> str:
 
 def _flat(values: Array, meaning: Meaning) -> Array:
     """Return an output as [n, k], without axes of length 1. Raises NoColumns if it has more axes."""
+    if _holds(meaning) == "objects":
+        raise NoColumns(
+            f"output {meaning['name']!r} holds boxes, and the preprocessing.json beside the file, of an earlier "
+            "version, does not say where: `onward export RUN -o FILE.onnx` writes both anew"
+        )
     # axes of length 1, as of pooled images, are no positions
     kept = [length for length in values.shape[1:] if length != 1]
     if len(kept) > 1 or _holds(meaning) == "sequences":

@@ -69,7 +69,6 @@ class Throughput:
         self._is_text = is_text
         self._memory = 0.0
         self._memory_at = -math.inf
-        self._warned = False
         self.begin(step)
 
     def begin(self, step: int) -> None:
@@ -118,20 +117,24 @@ class Throughput:
             found["tokens_per_s"] = self._tokens / elapsed_s
         if self._flops:
             found["tflops"] = self._done / elapsed_s / 1e12
-            if self._peak:
-                found["mfu"] = self._bounded(self._done / elapsed_s / self._peak)
+            found |= self._share_of_peak(self._done / elapsed_s)
         return found | {"memory_bytes": self._memory}
 
-    def _bounded(self, mfu: float) -> float:
-        """Return a share of the peak that is none above 1: such a peak was measured beside other work."""
-        if mfu > 1 and not self._warned and self._mpi.rank == 0:
-            self._warned = True
+    def _share_of_peak(self, flops_per_s: float) -> dict[str, float]:
+        """Return {"mfu": ...}; {} from the first share above 1 on: such a peak was measured beside other work."""
+        if not self._peak:
+            return {}
+        mfu = flops_per_s / self._peak
+        if mfu <= 1:
+            return {"mfu": mfu}
+        if self._mpi.rank == 0:
             log.warning(
-                "the training computes %.0f %% of the peak of %.3g TFLOP/s measured at its start beside other "
-                "work on this machine: MFU is shown as 100 %%, and says nothing in this attempt",
-                *(100 * mfu, (self._peak or 0) / 1e12),
+                "the training computes %.0f %% of the peak of %.3g TFLOP/s that was measured at its start, beside "
+                "other work on this machine: MFU is not shown any more in this attempt, and was too high before",
+                *(100 * mfu, self._peak / 1e12),
             )
-        return min(mfu, 1.0)
+        self._peak = None
+        return {}
 
     def _greatest(self, number: float) -> float:
         """Return the greatest number of all ranks."""

@@ -16,10 +16,10 @@ import onnx
 
 from onward.trainer.config.loss_rules import DENSE_LOSSES
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.data.images.box_annotations import read_annotations
+from onward.trainer.data.images.box_annotations import Annotations
+from onward.trainer.data.images.image_sources import annotations_beside
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.source_kinds import BOX_PAGE
-from onward.trainer.data.schema.allowed_files import folder_of
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.files.index import Index, dims_of, nodes_of
 from onward.trainer.onnx_graph.surgery.surgery import apply_surgery
@@ -43,6 +43,7 @@ PIXELS: Mapping[str, Mapping[str, object]] = {
     "centernet": {"resize": "pad"},
 }
 """Family -> the preprocessing of its own training, which is proposed unless a trial finds another one."""
+NO_FILE = "is data.image.boxes the right place, and do its files have the names of the images?"
 LARGE_STD = 2.0
 """Pixels from 0 to 1 have a smaller standard deviation; a file that divides by more takes pixels from 0 to 255."""
 WEIGHTS = {"set_classes": 1.0, "set_l1": 5.0, "set_giou": 2.0}
@@ -57,7 +58,10 @@ def propose_boxes(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Seq
     if not draft.value("data.image.boxes"):
         return []
     column = facts.data.image.box_column if facts.data.image else "boxes"
-    draft.set("data.label", column, "the boxes of each image")
+    labels = _annotations(facts)
+    draft.set("data.label", column, f"the boxes of each image: {labels}" if labels else "the boxes of each image")
+    if labels and labels.is_sparse:
+        draft.notes.append(f"{labels}: {NO_FILE}")
     if draft.is_given("loss") or draft.is_given("loss.file"):
         return [column]
     sets = [target.info for target in found if num_axes(target.info) == 3]
@@ -186,13 +190,16 @@ def _propose_classes(draft: Draft, model: onnx.ModelProto, head: DenseHead, numb
         draft.set("model.num_classes", number, f"{reason}: the layers of its scores begin anew")
 
 
+def _annotations(facts: Facts) -> Annotations | None:
+    place = facts.data.image.box_place if facts.data.image else ""
+    return annotations_beside(sources.locate(facts.data.source, facts.data).files, place) if place else None
+
+
 def _class_names(facts: Facts) -> set[str]:
     """Return the classes of annotations beside images; of a table, whose cells are read later, none."""
-    place = facts.data.image.box_place if facts.data.image else ""
-    if not place:
+    found = _annotations(facts)
+    if found is None:
         return set()
-    images = [name for name, _ in sources.locate(facts.data.source, facts.data).files]
-    found = read_annotations(folder_of(facts.data.source), images, place)
     if found.names:
         return set(found.names)
     return {box.name for boxes in found.boxes.values() for box in boxes}

@@ -19,14 +19,8 @@ import torch
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.losses.dense_heads.box_tables import (
-    BoxColumns,
-    Table,
-    box_columns,
-    box_tables,
-    distinct_boxes,
-    same_boxes,
-)
+from onward.trainer.export.detections.box_tables import box_columns, box_tables, distinct_boxes, same_boxes
+from onward.trainer.export.served.detections import BoxColumns, Table
 from onward.trainer.model.losses.dense_heads.families import FAMILIES, Family
 from onward.trainer.model.losses.dense_heads.head import Head
 from onward.trainer.proposal.detectors.raw_outputs import Level, RawOutputs

@@ -12,7 +12,7 @@ trainer/export/served/, which `onward predict` runs and every registered model h
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -173,11 +173,24 @@ class OutputMeaning(Record):
     loss: str
     holds: str = ""
     """`classes`: logits, one a class. `labels`: logits, each of a class of its own. `sequences`: logits, one a class,
-    at each time step. Else values. Files of former versions do not say it; there it follows from `loss`."""
+    at each time step. `objects`: boxes (`Preprocessing.objects`). Else values. Files of former versions do not say it;
+    there it follows from `loss`."""
     classes: tuple[str, ...] = ()
     """The names of the classes in the order of the logits, as far as the data has names."""
     label: tuple[str, ...] = ()
     """The columns of the training data that it was trained on."""
+
+
+class Objects(Record):
+    """Where the boxes that a detector has found are in its outputs for one image."""
+
+    outputs: tuple[str, ...]
+    """The outputs that are read, in this order; raw outputs inside the file where `form` is None."""
+    form: dict[str, Any] | None
+    """Which of their columns hold boxes, scores and classes, and which boxes count: `FileDetections` of
+    trainer/export/served/detections.py. None = the outputs are raw, and boxes are decoded as the loss does."""
+    loss: dict[str, Any]
+    """The settings of the loss: its name, outputs, strides and anchors."""
 
 
 class Preprocessing(Record):
@@ -197,4 +210,6 @@ class Preprocessing(Record):
     text: Tokenizer | None = None
     """The tokenizer, if an input takes tokens."""
     outputs: tuple[OutputMeaning, ...]
-    """The outputs that a loss was trained on."""
+    """The outputs that a loss was trained on; of a detector the one that holds its boxes."""
+    objects: Objects | None = None
+    """Of a detector: how its boxes are read."""

@@ -13,9 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
+from onward.tasks.shard_data import _say_boxes
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.images import AugmentConfig
+from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.batches.batches import Batch, Batches, one_batch
 from onward.trainer.data.images.augmentation import Mixing, seeds
 from onward.trainer.data.images.box_annotations import place_of, read_annotations
@@ -566,3 +568,58 @@ def test_settings_that_would_lose_boxes_are_refused_with_the_choices(tmp_path: P
         box_column(config.data.model_copy(update={"image": image}), config.losses)
     with pytest.raises(ConfigError, match="no loss reads the boxes in column 'boxes', but label"):
         configured(tmp_path, places["coco"] | {"label": "label"})
+
+
+def test_it_is_said_how_many_images_have_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shown = pictures(tmp_path, 8)
+    annotate(tmp_path, shown)
+    (tmp_path / "xml" / "03.xml").unlink()
+    names = [name for name, *_ in shown]
+    said = {
+        place: str(read_annotations(tmp_path / "images", names, f"../{place}"))
+        for place in ("annotations.json", "labels", "xml")
+    }
+    assert said == {
+        "annotations.json": "12 boxes in 6 of 8 images",
+        "labels": "12 boxes in 6 of 8 images (2 without a label file)",
+        "xml": "9 boxes in 5 of 8 images (1 without a label file)",
+    }
+    for number in (1, 2, 3):
+        (tmp_path / "labels" / f"{number:02d}.txt").unlink()
+    data = DataConfig(source=str(tmp_path / "images"), label="boxes", image=ImageConfig(boxes="../labels"))
+    with caplog.at_level("INFO"):
+        _say_boxes(data)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "6 boxes in 3 of 8 images (5 without a label file): is data.image.boxes the right place" in record.message
+
+
+@pytest.mark.parametrize("limit", [{"num_epochs": 2.0, "num_steps": 0}, {"num_epochs": 0.0, "num_steps": 5}])
+def test_the_last_epochs_are_without_mosaic_and_mixup_on_every_layout(limit: dict[str, Any], tmp_path: Path) -> None:
+    place = annotate(tmp_path, pictures(tmp_path))["coco"]
+    with_both, closed, plain = (
+        configured(tmp_path, place, augment={**MIXED, **change})
+        for change in ({}, {"mosaic": [MIXED["mosaic"], 0.5]}, {"mosaic": 0.0, "mixup": 0.0})
+    )
+    found = []
+    for config in (with_both, closed, plain):
+        train = config.train.model_copy(update=limit)
+        found.append(config.model_copy(update={"train": train}))
+    # 20 rows, 40 samples: the last 10 are plain
+    both, ending, without = (taken(batches(tmp_path, each), steps=5) for each in found)
+    for step in range(3):
+        assert torch.equal(ending[step].inputs[0], both[step].inputs[0])
+    assert torch.equal(ending[3].inputs[0][:6], both[3].inputs[0][:6])
+    assert torch.equal(ending[3].inputs[0][6:], without[3].inputs[0][6:])
+    assert torch.equal(ending[4].inputs[0], without[4].inputs[0])
+    assert not torch.equal(both[4].inputs[0], without[4].inputs[0])
+    for at in range(8):
+        np.testing.assert_array_equal(boxes_in(ending[4], at), boxes_in(without[4], at))
+    # two replicas with smaller micro-batches, from the fourth step on, as after a resume
+    small = found[1].train.model_copy(update={"gradient_accumulation_steps": 4})
+    replicas = [batches(tmp_path, found[1].model_copy(update={"train": small}), place, 2) for place in range(2)]
+    for step in (3, 4):
+        parts = [batch for each in replicas for batch in each.take(8 * step, 8)]
+        assert torch.equal(torch.cat([part.inputs[0] for part in parts]), ending[step].inputs[0])
+    for each in replicas:
+        each.close()

@@ -1,20 +1,14 @@
-"""Read tables out of the outputs of a detector's file, and boxes out of their columns: numpy arrays of one image.
-
-output [1, 84, 8400]    transposed: a table of 8400 rows, boxes in the columns 0..3, scores in the columns 4..83
-output [1, 300, 6]      as it is: 300 rows, boxes in the columns 0..3
-output [300]            transposed: 300 rows of one column
-"""
+"""Look for tables and for boxes in the outputs of a detector's file: numpy arrays of one image."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from onward.trainer.data.schema.columns import Array
+from onward.trainer.export.served.detections import BoxColumns, Table
 
 TOLERANCE = 1e-3
 """Of the corners of boxes, relative to the side of the input."""
@@ -22,50 +16,6 @@ LEAST_BOXES = 3
 """Different boxes that the file must compute, for a comparison that shows something."""
 MOST_BEFORE = 4
 """Columns that may stand before those of a box, such as the number of its image."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """An output as a table."""
-
-    output: int
-    is_transposed: bool
-
-    def rows(self, results: Sequence[Array]) -> Array:
-        """Return the table [rows, columns] among the outputs of one image."""
-        result = results[self.output]
-        # with sizes in place of -1, which an output without any element leaves open
-        rows = result.reshape(math.prod(result.shape[:-1]), result.shape[-1])
-        return rows.T if self.is_transposed else rows
-
-
-@dataclass(frozen=True)
-class BoxColumns:
-    """The four columns of a table that hold boxes, and how."""
-
-    first: int
-    is_centred: bool
-    """Whether they are centre and size; else two corners."""
-    in_shares: bool
-    """Whether they are shares of the image; else pixels."""
-
-    def __str__(self) -> str:
-        form = "centre and size" if self.is_centred else "corners"
-        unit = "shares of the image" if self.in_shares else "pixels"
-        return f"{form} in {unit}, from column {self.first} on"
-
-    def corners(self, rows: Array, size: tuple[int, int], scale: tuple[float, float] = (1.0, 1.0)) -> Array:
-        """Return corners in pixels [rows, 4].
-
-        size: width and height of the image. scale: its pixels for each pixel of the table, in x and y.
-        """
-        unit = size if self.in_shares else scale
-        own = rows[:, self.first : self.first + 4] * np.array([*unit, *unit], np.float32)
-        if not self.is_centred:
-            return own
-        # centre and size
-        middles, halves = own[:, :2], own[:, 2:] / 2
-        return np.concatenate([middles - halves, middles + halves], 1)
 
 
 def tables(results: Sequence[Array]) -> Iterator[Table]:

@@ -19,22 +19,37 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.model.losses.dense_heads.box_tables import (
+from onward.trainer.export.detections.box_tables import (
     LEAST_BOXES,
-    BoxColumns,
-    Table,
     box_columns,
     box_tables,
     distinct_boxes,
     same_boxes,
     tables,
 )
-from onward.trainer.model.losses.dense_heads.families import FAMILIES, best_detections
+from onward.trainer.export.served.detections import (
+    ACTIVATIONS,
+    BoxColumns,
+    Choice,
+    Column,
+    EachClass,
+    FileDetections,
+    OneClass,
+    Selection,
+    Table,
+    column_of,
+)
+from onward.trainer.model.losses.dense_heads.families import (
+    FAMILIES,
+    LEAST_SCORE,
+    MOST_COMPARED,
+    MOST_DETECTIONS,
+    SAME_OBJECT,
+)
 
 SHARPNESS = (1.0, 3.0, 6.0)
 """Deviations of random logits. A file that keeps only great scores keeps some of the sharper ones."""
@@ -43,135 +58,6 @@ MOST_ROWS = 100
 SCORE_TOLERANCE = 1e-4
 MOST_COLUMNS = 12
 """Columns of a table in which scores and classes of chosen boxes are looked for, and in which those of all begin."""
-
-
-Column = tuple[Table, int]
-"""A table and the number of a column of it."""
-
-
-def _sigmoid(rows: Array) -> Array:
-    found: Array = 1 / (1 + np.exp(-rows.clip(-60, 60)))
-    return found
-
-
-def _softmax(rows: Array) -> Array:
-    powers = np.exp(rows - rows.max(-1, keepdims=True, initial=-np.inf))
-    found: Array = powers / powers.sum(-1, keepdims=True)
-    return found
-
-
-ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "probabilities": lambda rows: rows,
-    "logits of a sigmoid": _sigmoid,
-    "logits of a softmax": _softmax,
-}
-
-
-@dataclass(frozen=True)
-class EachClass:
-    """The scores of each class beside each box."""
-
-    table: Table
-    first: int
-    activation: str
-    factor: Column | None = None
-    """The column of a score that all classes of a box are multiplied by, such as its objectness."""
-    is_root: bool = False
-    """Whether the score is the root of this product, as in FCOS."""
-
-    def scores(self, results: Sequence[Array], num_classes: int) -> Array:
-        """Return the scores [n, C]."""
-        activate = ACTIVATIONS[self.activation]
-        # in fp32 as onnxruntime computes them, whatever type the file returns
-        found = activate(self.table.rows(results).astype(np.float32))
-        found = found[:, self.first : self.first + num_classes]
-        if self.factor:
-            table, column = self.factor
-            found = found * activate(table.rows(results).astype(np.float32))[:, column, None]
-        return np.sqrt(found.clip(0)) if self.is_root else found
-
-
-@dataclass(frozen=True)
-class OneClass:
-    """One score and one class beside each box."""
-
-    score: Column
-    of_class: Column | None
-    """None of a file with one class."""
-    first_class: int = 0
-    """The number of the first class: 1 where 0 is the background."""
-
-    def scores(self, results: Sequence[Array], num_classes: int) -> Array:
-        """Return the scores [n, C], which are 0 for all other classes, and in rows that only fill the output."""
-        # a file of one class may leave its number out
-        values = _column(results, self.score)
-        classes = np.zeros(len(values), np.int64)
-        if self.of_class:
-            classes = _column(results, self.of_class).astype(np.int64) - self.first_class
-        found = np.zeros((len(values), num_classes), np.float32)
-        # rows that only fill the output have a class below the first one, often -1
-        rows = np.flatnonzero((classes >= 0) & (classes < num_classes))
-        found[rows, classes[rows]] = values[rows]
-        return found
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An output [n, 3] of NonMaxSuppression: image, class and box of each score that is kept."""
-
-    table: Table
-    first_class: int
-    """The number of the first class: 1 where 0 is the background."""
-
-    def kept(self, results: Sequence[Array], scores: Array) -> Array:
-        """Return the scores [P, C], 0 for those that are not kept."""
-        # the image is always the first one: files are run image by image
-        _, classes, boxes = self.table.rows(results).T.astype(np.int64)
-        classes = classes - self.first_class
-        found = np.zeros_like(scores)
-        # the background may be chosen as well, and is no object
-        is_class = classes >= 0
-        kept = boxes[is_class], classes[is_class]
-        found[kept] = scores[kept]
-        return found
-
-    def agrees(self, results: Sequence[Array], scores: Array) -> bool:
-        """Return whether the best score of each class that has any is kept, as by every suppression."""
-        _, classes, boxes = self.table.rows(results).T
-        if classes.max() - self.first_class >= scores.shape[1] or boxes.max() >= len(scores):
-            return False
-        # a suppression leaves lesser boxes out, and never the best one of a class
-        kept = self.kept(results, scores)
-        is_there = kept.any(0)
-        return bool(is_there.any() and np.array_equal(kept.max(0)[is_there], scores.max(0)[is_there]))
-
-
-@dataclass(frozen=True)
-class FileDetections:
-    """How the outputs of a file hold what it has found in an image."""
-
-    boxes: tuple[Table, BoxColumns]
-    beside: EachClass | OneClass
-    num_classes: int
-    keeps_all: bool
-    """Whether boxes of one class that overlap are kept: the file has left such boxes out itself, or none need to be."""
-    choice: Choice | None = None
-    with_boxes: frozenset[int] = frozenset()
-    """All outputs that hold boxes."""
-
-    def read(self, results: Sequence[Array], size: tuple[int, int]) -> Tensor:
-        """Return class, score, x1, y1, x2, y2 by score, fp32 [n, 6], from the outputs for one image.
-
-        Corners are in shares of the image. size: its width and height.
-        """
-        # in shares, as the labels are
-        table, columns = self.boxes
-        corners = columns.corners(table.rows(results), size) / np.array([*size, *size], np.float32)
-        scores = self.beside.scores(results, self.num_classes)
-        if self.choice:
-            scores = self.choice.kept(results, scores)
-        found = (torch.from_numpy(np.ascontiguousarray(each, np.float32)) for each in (corners, scores))
-        return best_detections(*found, keeps_all=self.keeps_all)
 
 
 @dataclass(frozen=True)
@@ -223,7 +109,7 @@ def recognise(
         results = run(dict(zip(loss.outputs, raw, strict=True)))
         found, problem = _recognised(results, known)
         if found:
-            return replace(found, keeps_all=found.keeps_all or family.keeps_all)
+            return _keeping_all(found) if family.keeps_all else found
     raise UnsupportedModel(problem.format(loss=loss.name))
 
 
@@ -233,7 +119,7 @@ def _recognised(results: Sequence[Array], known: _Known) -> tuple[FileDetections
     if not found:
         return None, "no output of the file holds the boxes that {loss} decodes from the same raw outputs"
     # each level as an output of its own would need to be put together first
-    with_boxes = frozenset(boxes.table.output for boxes in found)
+    with_boxes = tuple(sorted({boxes.table.output for boxes in found}))
     for boxes in found:
         beside = _beside(results, boxes, known)
         # without a class beside them, boxes of one level look as chosen ones do
@@ -244,8 +130,9 @@ def _recognised(results: Sequence[Array], known: _Known) -> tuple[FileDetections
             # fewer boxes than there are predictions: the file has chosen them itself
             chooses = len(boxes.table.rows(results)) < len(known.boxes)
             own = boxes.table, boxes.columns
-            detections = FileDetections(own, beside, known.num_classes, chooses, with_boxes=with_boxes)
-            return (detections, "") if chooses else _with_choice(detections, results)
+            selection = Selection(MOST_DETECTIONS, MOST_COMPARED, LEAST_SCORE, SAME_OBJECT)
+            detections = FileDetections(own, beside, known.num_classes, selection, with_boxes=with_boxes)
+            return (_keeping_all(detections), "") if chooses else _with_choice(detections, results)
     return None, "the file returns boxes of {loss}, but beside them no scores and classes of the same boxes"
 
 
@@ -264,8 +151,13 @@ def _with_choice(found: FileDetections, results: Sequence[Array]) -> tuple[FileD
     for table, first_class in itertools.product(choices, (0, 1)):
         choice = Choice(table, first_class)
         if len(table.rows(results)) and choice.agrees(results, scores):
-            return replace(found, choice=choice, keeps_all=True), ""
+            return replace(_keeping_all(found), choice=choice), ""
     return None, "the file chooses among the boxes of {loss}, but not by its best scores"
+
+
+def _keeping_all(found: FileDetections) -> FileDetections:
+    """Return the same where boxes of one class that overlap are kept: the file has left such ones out, or need not."""
+    return replace(found, selection=replace(found.selection, same_object=None))
 
 
 def _boxes(results: Sequence[Array], known: _Known) -> Iterator[_Boxes]:
@@ -325,11 +217,11 @@ def _each_class(
 def _one_class(results: Sequence[Array], num_classes: int, columns: Sequence[Column]) -> Iterator[OneClass]:
     """Yield each pair of columns in which the scores and classes of boxes may be."""
     # a column with a few values is a class, or the number of the image
-    scores = [column for column in columns if len(np.unique(_column(results, column))) >= LEAST_BOXES]
+    scores = [column for column in columns if len(np.unique(column_of(results, column))) >= LEAST_BOXES]
     if num_classes == 1:
         yield from (OneClass(score, None) for score in scores)
     for score, of_class, first_class in itertools.product(scores, columns, (0, 1)):
-        classes = _column(results, of_class)
+        classes = column_of(results, of_class)
         # classes are whole numbers, of whatever type
         if score != of_class and np.array_equal(classes, classes.round()):
             yield OneClass(score, of_class, first_class)
@@ -337,11 +229,6 @@ def _one_class(results: Sequence[Array], num_classes: int, columns: Sequence[Col
 
 def _columns(results: Sequence[Array], alike: Sequence[Table]) -> list[Column]:
     return [(table, place) for table in alike for place in range(min(table.rows(results).shape[1], MOST_COLUMNS))]
-
-
-def _column(results: Sequence[Array], column: Column) -> Array:
-    table, place = column
-    return table.rows(results)[:, place]
 
 
 def _is_each(scores: Array, known: _Known, same: Array) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.batches import sample_stream
 from onward.trainer.data.batches.sample_stream import SampleStream, shares
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.columns import ColumnType
-from onward.trainer.data.schema.permutation import permutation
+from onward.trainer.data.schema.permutation import hash_key, keyed_hash, permutation
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.errors import ConfigError, DataError
 from tests.support.shards import make_shards
@@ -60,6 +62,64 @@ def test_a_position_has_the_same_row_however_it_is_asked_for() -> None:
     assert [mixed.rows(np.array([position]))[0] for position in range(400)] == whole.tolist()
     shuffled = np.random.default_rng(0).permutation(400)
     assert mixed.rows(shuffled).tolist() == whole[shuffled].tolist()
+
+
+ORDERS = [
+    ((100_003,), {}, "c0652292d5634654"),
+    ((100_003,), {"block": 64}, "cc710e6685b94deb"),
+    ((100_003,), {"block": 3000, "of_files": True}, "1a18b3ffa47557e9"),
+    ((70_000, 30_003), {}, "77f672fafb9d05e9"),
+    ((70_000, 30_003), {"block": 64}, "d9a6d4febbc12b9a"),
+    ((70_000, 30_003), {"shuffle": False}, "f2b37a3c84a6bf4d"),
+]
+"""Sizes, settings, and a digest of rows that an earlier version computed, for each position by itself."""
+
+
+@pytest.mark.parametrize(("sizes", "settings", "digest"), ORDERS)
+def test_the_order_is_that_of_earlier_versions(sizes: tuple[int, ...], settings: dict[str, Any], digest: str) -> None:
+    # a run that is resumed by a later version must take the same rows
+    rows = stream(sizes, (3.0, 1.0)[: len(sizes)], **settings).rows(np.arange(90_000, 310_000))
+    assert hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest().startswith(digest)
+
+
+def plain_permutation(position: int, size: int, *parts: object) -> int:
+    """Return where the shuffle puts a position: the Feistel network by its definition, of one number."""
+    bits = max(1, -(-(size - 1).bit_length() // 2))
+    left, right = divmod(position, 1 << bits)
+    for number in range(6):
+        hashed = int(keyed_hash(np.array([right]), hash_key("permutation", *parts, number))[0])
+        left, right = right, left ^ (hashed >> (64 - bits))
+    found = (left << bits) | right
+    return found if found < size else plain_permutation(found, size, *parts)
+
+
+def plain_row(position: int, size: int, block: int, seed: int) -> int:
+    """Return the row at a position of a stream of one source, in blocks where `block` is not 0."""
+    epoch, place = divmod(position, size)
+    if not block:
+        return plain_permutation(place, size, seed, epoch)
+    window, inside = divmod(place, 256 * block)
+    rows_of_window = min(256 * block, size - window * 256 * block)
+    place = window * 256 * block + plain_permutation(inside, rows_of_window, seed, f"{epoch} window {window}")
+    number, inside = divmod(place, block)
+    if number < size // block:
+        number = plain_permutation(number, size // block, seed, f"{epoch} blocks")
+    shift = int(hash_key("first block", seed, epoch)) % size
+    return (number * block + inside + shift) % size
+
+
+@pytest.mark.parametrize("block", [0, 1, 7, 64])
+def test_the_rows_of_chunks_are_those_of_each_position(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2 * 256 * 7 + 100
+    # across the ends of chunks, of windows, and of epochs
+    positions = np.r_[0:40, 250:270, 1780:1800, size - 40 : size + 40, 3 * size - 5 : 3 * size + 5]
+    expected = [plain_row(position, size, block, 3) for position in positions.tolist()]
+    for chunk in (sample_stream.CHUNK, 33):
+        monkeypatch.setattr(sample_stream, "CHUNK", chunk)
+        found = stream((size,), (1.0,), block=block)
+        assert found.rows(positions).tolist() == expected
+        backwards = [found.rows(positions[at : at + 9]) for at in range(0, len(positions), 9)][::-1]
+        assert np.concatenate(backwards[::-1]).tolist() == expected
 
 
 def test_epochs_and_seeds_differ_in_their_order() -> None:

@@ -57,25 +57,24 @@ class BalancedOrder:
 
     def rows(self, positions: Array) -> Array:
         """Return the row numbers at these positions, each int64 [n]."""
-        epochs = positions // self.num_rows
-        heads = -epochs * self.num_rows % self._step  # samples that complete the last step of the epoch before
-        places = positions - epochs * self.num_rows - heads
+        epochs, places = np.divmod(positions, self.num_rows)
+        places -= -epochs * self.num_rows % self._step  # samples that complete the last step of the epoch before
         # -1: the head of an epoch, whose samples are taken in the order of the stream
-        windows = np.where(places < 0, -1, places // (WINDOW_STEPS * self._step))
-        found = np.array(positions)
+        windows, inside = np.divmod(places, WINDOW_STEPS * self._step)
+        found = self._stream.rows(positions)
         for epoch, window in set(zip(epochs.tolist(), windows.tolist(), strict=True)):
             if window >= 0:
                 now = (epochs == epoch) & (windows == window)
-                found[now] = self._window(epoch, window)[places[now] - window * WINDOW_STEPS * self._step]
-        return self._stream.rows(found)
+                found[now] = self._window(epoch, window)[inside[now]]
+        return found
 
     def _sorted_window(self, epoch: int, window: int) -> Array:
-        """Return the positions of a window in their new order: int64 [up to WINDOW_STEPS * step]."""
+        """Return the rows of a window in their new order: int64 [up to WINDOW_STEPS * step]."""
         begin = epoch * self.num_rows
         # the first window begins at the first step that begins in this epoch
         first = begin + -begin % self._step + window * WINDOW_STEPS * self._step
-        members = np.arange(first, min(first + WINDOW_STEPS * self._step, begin + self.num_rows))
-        members = members[np.argsort(self._lengths[self._stream.rows(members)], kind="stable")]
+        members = self._stream.rows(np.arange(first, min(first + WINDOW_STEPS * self._step, begin + self.num_rows)))
+        members = members[np.argsort(self._lengths[members], kind="stable")]
         # only the last window of an epoch has a rest
         num, rest = divmod(len(members), self._step)
         hashes = keyed_hash(np.arange(num + 1), hash_key("balanced steps", self._seed, epoch, window))

@@ -17,8 +17,6 @@ an epoch needs each file once, in one piece, which is what a server of files is 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from onward.trainer.data.formats.finished_shards import FILES_TOGETHER
@@ -60,38 +58,20 @@ def permutation_in_blocks(
     if mixed:
         places = np.empty_like(positions)
         windows = positions // window
-        for number in np.unique(windows).tolist():
+        for number in range(windows.min(), windows.max() + 1):
             now = windows == number
             first = number * window
-            inside = permutation(
+            places[now] = first + permutation(
                 positions[now] - first, min(window, size - first), seed=seed, epoch=f"{epoch} window {number}"
             )
-            places[now] = first + inside
-    blocks = size // block
+    blocks, inside = np.divmod(places, block)
+    # rows of a window are in a few blocks, each of which is looked up; other rows may be in any
+    numbers = np.arange(blocks.min(), blocks.max() + 1) if mixed else blocks
+    order = np.array(numbers)
     # the rows behind the last full block come last, and are other ones in each epoch
-    rows = np.array(places)
-    full = places < blocks * block
-    if blocks:
-        of_block = permutation(places[full] // block, blocks, seed=seed, epoch=f"{epoch} blocks")
-        rows[full] = of_block * block + places[full] % block
+    full = numbers < size // block
+    order[full] = permutation(numbers[full], size // block, seed=seed, epoch=f"{epoch} blocks")
+    rows = (order[blocks - numbers[0]] if mixed else order) * block + inside
     # a block of a file must not reach into the next one
     shift = 0 if of_files else int(hash_key("first block", seed, epoch) % np.uint64(size))
     return (rows + shift) % size
-
-
-class Ranges(NamedTuple):
-    """Ranges of positions whose rows follow each other, but for a few."""
-
-    firsts: Array
-    length: int
-
-
-def ranges_of_window(position: int, size: int, block: int, window: int) -> Ranges:
-    """Return the blocks of the window that a position of an epoch is in, or their halves: places before mixing.
-
-    window: its rows.
-    """
-    # no range may reach into another block, which is somewhere else in the data
-    length = block if block % 2 else block // 2
-    first = position - position % window
-    return Ranges(np.arange(first, min(first + window, size), length), length)

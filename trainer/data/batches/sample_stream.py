@@ -20,19 +20,18 @@ position: no order is stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.training import TrainConfig
-from onward.trainer.data.batches.block_order import (
-    permutation_in_blocks,
-    ranges_of_window,
-    rows_of_window,
-    rows_per_block,
-)
+from onward.trainer.data.batches.block_order import permutation_in_blocks, rows_of_window, rows_per_block
 from onward.trainer.data.schema.permutation import Array, permutation
 from onward.trainer.errors import ConfigError
+
+CHUNK = 1 << 15
+"""Positions whose rows are computed at once: of 4,096, numpy's calls would take as long as what they compute."""
 
 
 class SampleStream:
@@ -60,59 +59,71 @@ class SampleStream:
         """How many positions of an epoch have rows that are read together; 0 = all."""
         self._sizes = sizes
         self._seed = seed
-        self._shuffle = shuffle
+        self.is_shuffled = shuffle
+        """Whether the samples are in another order than the rows."""
         self.shares = shares(self.num_rows, weights)
         """Samples of each source in one epoch."""
-        if empty := [number for number, (size, share) in enumerate(zip(sizes, self.shares, strict=True)) if not share]:
+        self._chunks_of_epoch = -(-self.num_rows // CHUNK)
+        # a step reads one chunk or two, and transforms of its samples read others near to it
+        self._chunk = lru_cache(maxsize=4)(self._rows_of_chunk)
+        if 0 in self.shares:
+            empty = self.shares.index(0)
             raise ConfigError(
-                f"data.sources: an epoch of {self.num_rows} samples has none of source {empty[0] + 1}, whose weight "
-                f"{weights[empty[0]]:g} is too small; raise it, or remove the source"
+                f"data.sources: an epoch of {self.num_rows} samples has none of source {empty + 1}, whose weight "
+                f"{weights[empty]:g} is too small; raise it, or remove the source"
             )
 
     def rows(self, positions: Array) -> Array:
-        """Return the row numbers at these positions of the stream, each int64 [n]."""
+        """Return the row numbers at these positions of the stream, which are near to each other: int64 [n] each."""
         # a step may reach into the next epoch: no samples are dropped at the end of one
-        epochs = positions // self.num_rows
+        epochs, places = np.divmod(positions, self.num_rows)
+        chunks, inside = np.divmod(places, CHUNK)
+        chunks += epochs * self._chunks_of_epoch
+        rows = np.empty_like(inside)
+        for number in range(chunks.min(), chunks.max() + 1):
+            now = chunks == number
+            rows[now] = self._chunk(number)[inside[now]]
+        return rows
+
+    def _rows_of_chunk(self, number: int) -> Array:
+        """Return the rows at consecutive positions of an epoch: int64 [up to CHUNK]."""
+        epoch, chunk = divmod(number, self._chunks_of_epoch)
         # the slots of each source are a range, in the order of the sources
-        slots = positions % self.num_rows
-        if self._shuffle:
-            for epoch in np.unique(epochs).tolist():
-                now = epochs == epoch
-                slots[now] = self._permuted(slots[now], self.num_rows, epoch)
-        return self._rows_at(slots, epochs)
+        slots = np.arange(chunk * CHUNK, min((chunk + 1) * CHUNK, self.num_rows))
+        return self._rows_at(self._permuted(slots, self.num_rows, epoch), epoch)
 
     def read_with(self, position: int) -> tuple[Array, int]:
         """Return the ranges of rows that are read together with the row at a position, but for a few of the rows.
 
-        Only of a stream with a window. Returns the first rows of the ranges, int64 [n], and how many rows each has.
+        These are the blocks of its window, or their halves. Only of a stream with a window. Returns the first rows of
+        the ranges, int64 [n], and how many rows each has.
         """
         epoch, place = divmod(position, self.num_rows)
-        ranges = ranges_of_window(place, self.num_rows, self._block, self.window)
-        slots = ranges.firsts
-        if self._shuffle:
-            slots = self._permuted(slots, self.num_rows, epoch, mixed=False)
-        return self._rows_at(slots, np.full(len(slots), epoch)), ranges.length
-
-    @property
-    def is_shuffled(self) -> bool:
-        """Whether the samples are in another order than the rows."""
-        return self._shuffle
+        first = place - place % self.window
+        # no range may reach into another block, which is somewhere else in the data
+        length = self._block if self._block % 2 else self._block // 2
+        slots = np.arange(first, min(first + self.window, self.num_rows), length)
+        return self._rows_at(self._permuted(slots, self.num_rows, epoch, mixed=False), epoch), length
 
     def _permuted(self, places: Array, size: int, epoch: int | str, *, mixed: bool = True) -> Array:
+        if not self.is_shuffled:
+            return places
         if self._block:
             return permutation_in_blocks(
                 places, size, self._block, seed=self._seed, epoch=epoch, mixed=mixed, of_files=self._of_files
             )
         return permutation(places, size, seed=self._seed, epoch=epoch)
 
-    def _rows_at(self, slots: Array, epochs: Array) -> Array:
-        """Return the rows at slots of epochs, each int64 [n]."""
+    def _rows_at(self, slots: Array, epoch: int) -> Array:
+        """Return the rows at slots of an epoch, each int64 [n]."""
+        if len(self._sizes) == 1:
+            return slots
         first_row = first_slot = 0
         rows = np.empty_like(slots)
         for number, (size, share) in enumerate(zip(self._sizes, self.shares, strict=True)):
             mine = (slots >= first_slot) & (slots < first_slot + share)
             # counts on over the epochs, so that a source of more rows than its share goes through all of them
-            samples = epochs[mine] * share + slots[mine] - first_slot
+            samples = epoch * share + slots[mine] - first_slot
             rows[mine] = first_row + self._rows_of(number, samples)
             first_row = first_row + size
             first_slot = first_slot + share
@@ -128,7 +139,7 @@ class SampleStream:
         passes = samples // size
         rows = samples % size
         # where an epoch is one pass, the permutation of its slots has shuffled the rows already
-        if self._shuffle and self.shares[number] != size:
+        if self.shares[number] != size:
             for each in np.unique(passes).tolist():
                 now = passes == each
                 # of blocks, the slots have mixed the rows of a window already
@@ -161,7 +172,7 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     exact = [total * weight / sum(weights) for weight in weights]
     parts = [int(each) for each in exact]
     # the most negative difference is the largest remainder; of equal ones the first source gets the sample
-    by_remainder = sorted(range(len(parts)), key=lambda number: (parts[number] - exact[number], number))
+    by_remainder = sorted(range(len(parts)), key=lambda number: parts[number] - exact[number])
     for number in by_remainder[: total - sum(parts)]:
         parts[number] += 1
     return parts

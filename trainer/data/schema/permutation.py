@@ -78,6 +78,6 @@ def _feistel(values: Array, half_bits: int, tables: list[Array]) -> Array:
     left = values >> half_bits
     right = values & ((1 << half_bits) - 1)
     for table in tables:
-        left, right = right, left ^ table[right]
+        left, right = right, left ^ table.take(right)
     permuted: Array = (left << half_bits) | right
     return permuted

@@ -19,6 +19,7 @@ from onward.trainer.data.storage import shards as shards_module
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.shards import Shards
 from onward.trainer.run.machine import this_machine
+from tests.bench.shard_reading import read_bytes
 from tests.support.shards import make_shards
 
 
@@ -158,6 +159,18 @@ def test_each_window_is_read_once_before_it_begins(tmp_path: Path, monkeypatch: 
     # in each epoch some of the block that goes over the last row of the data
     assert missed <= 2 * 64
     assert sum(map(len, asked)) <= 1.02 * len(positions) + order.window
+
+
+def test_a_file_is_opened_by_its_heads_alone_where_nothing_around_is_read(tmp_path: Path) -> None:
+    shards = random_shards(tmp_path)
+    uncached(shards)
+    again = Shards(shards._directory, shards.manifest, "train")
+    again.reads_around = False
+    before = read_bytes()
+    again._reader(0)
+    # Arrow would let the kernel read each buffer that it is asked for
+    assert shards.manifest.train[0].bytes > 400_000
+    assert read_bytes() - before <= 64 << 10
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

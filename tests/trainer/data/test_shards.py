@@ -6,6 +6,8 @@ import json
 import os
 import re
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,7 +134,9 @@ def test_rows_of_many_files_come_in_the_order_asked_for(
     tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = np.random.default_rng(0).random((60, width), np.float32)
-    np.savez(tmp_path / "d.npz", x=values, ids=np.arange(60))
+    # rows of 1, 2, 4 and 8 bytes are copied in another way than those of 12
+    small = {kind: np.arange(60).astype(kind) for kind in ("uint8", "bool", "float16", "int32", "float64")}
+    np.savez(tmp_path / "d.npz", x=values, ids=np.arange(60), pair=values[:, :2], **small)
     data = DataConfig(source=str(tmp_path / "d.npz"), rows_per_shard=7, evaluation_fraction=0.1)
     directory, _, _ = make_shards(data, None, tmp_path / "cache")
     rows = np.random.default_rng(1).integers(0, open_shards(directory, "train").num_rows, 90)
@@ -143,6 +147,10 @@ def test_rows_of_many_files_come_in_the_order_asked_for(
             found = train.read(rows)
             numbers = np.asarray(found["ids"])
             np.testing.assert_array_equal(found["x"], values[numbers])
+            np.testing.assert_array_equal(found["pair"], values[numbers, :2])
+            for kind, cells in small.items():
+                np.testing.assert_array_equal(found[kind], cells[numbers])
+                assert np.asarray(found[kind]).dtype == cells.dtype
         one_by_one = [int(np.asarray(train.read(rows[at : at + 1])["ids"])[0]) for at in range(len(rows))]
         assert numbers.tolist() == one_by_one
 
@@ -167,6 +175,28 @@ def test_a_row_that_no_file_has_is_an_error_and_no_memory_is_read(tmp_path: Path
     for row in (-1, train.num_rows, 10**12):
         with pytest.raises(IndexError, match=f"there are {train.num_rows} rows"):
             train.read(np.array([0, row]))
+
+
+def test_a_row_between_two_open_files_is_an_error(tmp_path: Path, npz: Path) -> None:
+    directory, manifest, _ = make_shards(DataConfig(source=str(npz), rows_per_shard=20), None, tmp_path / "cache")
+    readers = [ArrowReader(directory / manifest.train[at].name, manifest.columns) for at in (0, 2)]
+    files = ArrowFiles(readers, np.array([100, 140]))
+    end = 140 + manifest.train[2].rows
+    assert len(files.read(np.array([end - 1, 119, 100, 140]))["label"]) == 4
+    for row in (0, 99, 120, 139, end, end + 1000):
+        with pytest.raises(IndexError):
+            files.read(np.array([105, row]))
+
+
+def test_reading_numbers_imports_no_pandas(tmp_path: Path, npz: Path) -> None:
+    directory, _, _ = make_shards(DataConfig(source=str(npz), rows_per_shard=20), None, tmp_path / "cache")
+    # it takes half a second, and each rank would import it
+    program = (
+        "import sys, numpy, pathlib\nfrom onward.trainer.data.storage.opened_shards import open_shards\n"
+        "open_shards(pathlib.Path(sys.argv[1]), 'train').read(numpy.arange(30))\nprint('pandas' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program, str(directory)], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "False"
 
 
 def test_a_shard_that_states_more_values_than_it_has_is_refused(tmp_path: Path) -> None:

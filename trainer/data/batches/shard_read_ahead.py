@@ -2,7 +2,7 @@
 
 shards that fit in memory     all files from their beginnings to their ends, once, beside the first steps
 train.shuffle = "blocks"      the blocks of the next window, while one is trained on
-small rows, shuffled          nothing ahead; of each row its pages alone, and nothing around them
+small rows, shuffled          of each row its pages alone, and nothing around them; nothing ahead but of blocks
 all else                      as the kernel reads by itself: ahead where the rows, or their pages, follow each other
 shards on a server            the files of this window and of the next one are fetched, and kept until it is over
 
@@ -11,6 +11,7 @@ Which of them it is depends on the memory of this host; the samples do not.
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -31,10 +32,10 @@ SMALL_ROW = 64 << 10
 class ShardReadAhead:
     """Reads ahead for one replica. stream: the order of all samples, also where steps are ordered by length.
 
-    end: the samples of the run; None = it has no end.
+    end: the samples of the run.
     """
 
-    def __init__(self, shards: Shards, stream: SampleStream, end: int | None = None) -> None:
+    def __init__(self, shards: Shards, stream: SampleStream, end: float = math.inf) -> None:
         self._end = end
         self._shards = shards
         self._stream = stream
@@ -48,12 +49,12 @@ class ShardReadAhead:
         self._here = 0
         # window -> its files of a server, which stay on the disk until it is over
         self._fetched: dict[int, list[int]] = {}
-        if self._in_windows or shards.is_streamed:
+        if shards.is_streamed:
             return
         if fits:
             self._reading.append(self._thread.submit(shards.read_ahead, self._ended.is_set))
         elif stream.is_shuffled and shards.size_bytes <= SMALL_ROW * shards.num_rows:
-            shards.read_nothing_around()
+            shards.reads_around = False
 
     def reach(self, position: int) -> None:
         """Begin to read what follows the samples at a position."""
@@ -72,9 +73,7 @@ class ShardReadAhead:
         # the next window may be the first one of the next epoch
         following = min(behind, (epoch + 1) * self._stream.num_rows)
         for first in (position, following):
-            if self._end is not None and first >= self._end:
-                continue
-            if (window := self._window_of(first)) not in self._windows:
+            if first < self._end and (window := self._window_of(first)) not in self._windows:
                 self._windows.add(window)
                 self._reading.append(self._thread.submit(self._read_window, first))
         self._windows = {window for window in self._windows if window >= here}
@@ -108,9 +107,8 @@ class ShardReadAhead:
 
     def _release(self, window: int) -> None:
         """Let the files be deleted of the windows before this one."""
-        passed = set[int]()
-        for each in [each for each in self._fetched if each < window]:
-            passed |= set(self._fetched.pop(each))
+        before = [each for each in self._fetched if each < window]
+        passed = {file for each in before for file in self._fetched.pop(each)}
         # the last file of an epoch may be one of the first of the next
         self._shards.release_ahead(passed.difference(*self._fetched.values()))
 

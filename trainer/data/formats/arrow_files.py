@@ -31,8 +31,6 @@ MOST_TEXTS = 128 << 20
 
 RUN_BYTES = 64 << 20
 """Row groups of a Parquet file that follow each other are read together up to about this size."""
-FEW_ROWS = 8
-"""With fewer rows of each record batch they are faster copied one by one."""
 
 
 def arrow_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from onward.trainer.data.formats.arrow_sizes import refusing
-from onward.trainer.data.formats.page_advice import advise_random, advise_range
+from onward.trainer.data.formats.page_advice import advise, advise_range
 from onward.trainer.data.schema.columns import BYTES, TEXT, Array, Column, Values
 from onward.trainer.run.durable_files import HashedFile
 
@@ -58,15 +58,21 @@ class ArrowWriter:
 
 
 class ArrowReader:
-    """One shard file, mapped, so that ranks of a host share its memory."""
+    """One shard file, mapped, so that ranks of a host share its memory.
 
-    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+    around: whether the kernel may read more than the pages of the rows that are read, and of the heads of the file.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[Column], *, around: bool = True) -> None:
         self.columns = columns
         with refusing(path):
             mapped = pa.memory_map(str(path))
-            content = np.frombuffer(mapped.read_buffer(), np.uint8)
-            self._place, self._size_bytes = content.ctypes.data, content.nbytes
-            file = pa.ipc.open_file(mapped)
+            # of each buffer that Arrow is asked for, it would let the kernel read all at once
+            first = mapped.read_buffer(1)
+            content = pa.foreign_buffer(first.address, mapped.size(), first)
+            if not around:
+                advise(content.address, content.size, mmap.MADV_RANDOM)
+            file = pa.ipc.open_file(content)
             batches = [file.get_batch(number) for number in range(file.num_record_batches)]
             for batch in batches:
                 batch.validate()  # one that states more values than it has would be read behind the mapping
@@ -76,16 +82,9 @@ class ArrowReader:
         self.num_rows = int(self.starts[-1])
         self.views = {column.name: [_views(batch[column.name], column) for batch in batches] for column in columns}
         """Column -> its values in each record batch, as `_views` returns them."""
-        self.addresses: dict[str, Array] = {}
+        fixed = [column.name for column in columns if column.has_one_size]
+        self.addresses = {name: np.array([views[0].ctypes.data for views in self.views[name]], int) for name in fixed}
         """Column of numbers of one shape -> where its first row of each record batch is in memory: int64 [batches]."""
-        for column in columns:
-            if column.has_one_size:
-                places = [views[0].ctypes.data for views in self.views[column.name]]
-                self.addresses[column.name] = np.array(places, np.int64)
-
-    def read_nothing_around(self) -> None:
-        """Let the kernel read only the pages of the rows that are read, and none around them."""
-        advise_random(self._place, self._size_bytes)
 
     def read_ahead_of(self, first: int, end: int) -> None:
         """Let the kernel read the rows from `first` to the one before `end`."""
@@ -93,8 +92,8 @@ class ArrowReader:
             if start < end and stop > first:
                 wanted = slice(max(first, start) - start, min(end, stop) - start)
                 for views in self.views.values():
-                    for address, size in _extents(views[number], wanted):
-                        advise_range(address, size)
+                    for part in _extents(views[number], wanted):
+                        advise_range(part)
 
     def lengths(self, name: str) -> Array:
         """Return the length of each row of a column of varying length: int64 [rows]."""
@@ -110,74 +109,95 @@ class ArrowFiles:
 
     def __init__(self, readers: Sequence[ArrowReader], firsts: Array) -> None:
         self._columns = readers[0].columns
-        pairs = list(zip(firsts, readers, strict=True))
+        self._readers = readers  # they keep the files mapped
         # of each record batch
-        self._begins = np.concatenate([first + reader.starts[:-1] for first, reader in pairs])
-        self._ends = np.concatenate([first + reader.starts[1:] for first, reader in pairs])
+        counts = np.concatenate([np.diff(reader.starts) for reader in readers])
+        self._begins = np.concatenate([at + reader.starts[:-1] for at, reader in zip(firsts, readers, strict=True)])
+        self._ends = self._begins + counts
+        self._bucket = 1 + (self._ends[-1] - self._begins[0]) // (16 * len(self._ends))
+        buckets = np.arange(self._begins[0], self._ends[-1], self._bucket)
+        self._batch_of_bucket = np.searchsorted(self._ends, buckets, side="right")
         self._views: dict[str, list[tuple[Any, ...]]] = {}
-        self._addresses: dict[str, Array] = {}
+        self._memory: dict[str, tuple[Array, Array]] = {}
         for column in self._columns:
             name = column.name
             if column.has_one_size:
-                self._addresses[name] = np.concatenate([reader.addresses[name] for reader in readers])
+                addresses = np.concatenate([reader.addresses[name] for reader in readers])
+                self._memory[name] = _memory(addresses, counts, column.row_bytes)
             else:
-                self._views[name] = list(chain.from_iterable(reader.views[name] for reader in readers))
+                self._views[name] = [views for reader in readers for views in reader.views[name]]
 
     def read(self, rows: Array) -> dict[str, Values]:
         """Return rows [n], in the order asked for: arrays [n, *shape], or lists of n arrays.
 
         Raises IndexError for a row that is in no file.
         """
-        # `side="right"`: a row that starts a batch belongs to it, also behind batches without rows
-        batches = np.searchsorted(self._begins, rows, side="right") - 1
-        # memory between two files may be of anything
-        if not ((rows >= self._begins[0]) & (rows < self._ends[batches])).all():
-            raise IndexError("a row is in none of these files")
+        # as searchsorted does, which takes several times as long
+        batches = self._batch_of_bucket[(rows - self._begins[0]) // self._bucket]
+        later = np.flatnonzero(rows >= self._ends[batches])
+        batches[later] = np.searchsorted(self._ends, rows[later], side="right")
         offsets = rows - self._begins[batches]
+        # memory between two files may be of anything
+        if (offsets < 0).any():
+            raise IndexError("a row is in none of these files")
         result: dict[str, Values] = {}
         for column in self._columns:
             name = column.name
             if column.has_one_size:
-                found = _copied(self._addresses[name][batches] + offsets * column.row_bytes, column.row_bytes)
+                memory, firsts = self._memory[name]
+                found = _copied(memory, firsts[batches], offsets, column.row_bytes)
                 result[name] = found.view(column.dtype).reshape(len(rows), *column.shape)
                 continue
             views = self._views[name]
-            places = list(zip(batches.tolist(), offsets.tolist(), strict=True))
+            places = [(views[batch], at) for batch, at in zip(batches.tolist(), offsets.tolist(), strict=True)]
             if column.variable:
-                result[name] = [_row(views[batch], at) for batch, at in places]
+                result[name] = [flat[bounds[at] : bounds[at + 1]] for (flat, bounds), at in places]
                 continue
             gathered = result[name] = np.empty(len(rows), object)
-            used = {batch for batch, _ in places}
+            used = set(batches.tolist())
             if column.dtype == TEXT and len(rows) >= FEW_ROWS * len(used):
                 for batch in used:
                     here = np.flatnonzero(batches == batch)
                     gathered[here] = views[batch][0].take(pa.array(offsets[here])).to_numpy(zero_copy_only=False)
             else:
                 # contents may be large: none is copied twice
-                gathered[:] = [views[batch][0][at].as_py() for batch, at in places]
+                gathered[:] = [cells[at].as_py() for (cells,), at in places]
         return result
 
 
-def _copied(addresses: Array, row_bytes: int) -> Array:
-    """Copy rows from where they are in memory, int64 [n]: V[row bytes] [n]. The views keep it mapped.
+def _memory(addresses: Array, counts: Array, row_bytes: int) -> tuple[Array, Array]:
+    """Return the rows of one size in several files as one array over the memory between the first and the last.
 
-        memory   |..|row|row|.....|..|row|row|          of two files, which are mapped somewhere
-                    ^ lowest          ^ addresses[i]    at_byte[addresses[i] - lowest] is row i
+        memory   |..|row|row|.....|..|row|row|      of two files, which are mapped somewhere
+                    ^ lowest         ^ addresses[1]
+
+    addresses: of the first row of each record batch; counts: its rows. Returns the array, and where each batch begins
+    in it. int64 [batches] each.
+    """
+    lowest = int(addresses.min())
+    offsets = addresses - lowest
+    size = int((offsets + counts * row_bytes).max())
+    # a column begins at a multiple of 8 bytes, so labels make a plain array; other rows overlap, one at each byte
+    content = np.frombuffer(pa.foreign_buffer(lowest, size), np.uint8)
+    if row_bytes > LARGE_ROW:
+        return content, offsets
+    step = 1 if (offsets % row_bytes).any() else row_bytes
+    memory: Array = np.ndarray((size - row_bytes) // step + 1, f"V{row_bytes}", content, strides=(step,))
+    return memory, offsets // step
+
+
+def _copied(memory: Array, firsts: Array, offsets: Array, row_bytes: int) -> Array:
+    """Copy rows of the array that `_memory` returns: of batches that begin there, rows behind that, int64 [n] each.
 
     Small rows of many files are one copy of numpy's: to sort them by their files would take longer than to read them.
     """
-    if row_bytes > LARGE_ROW or not len(addresses):
-        found = np.empty(len(addresses), f"V{row_bytes}")
-        for number, address in enumerate(addresses.tolist()):
-            ctypes.memmove(found.ctypes.data + number * row_bytes, address, row_bytes)
-        return found
-    lowest = int(addresses.min())
-    span = int(addresses.max()) - lowest + row_bytes
-    memory = pa.foreign_buffer(lowest, span)
-    # each element begins one byte behind the one before it
-    at_byte: Array = np.ndarray(span - row_bytes + 1, f"V{row_bytes}", memory, strides=(1,))
-    copied: Array = at_byte[addresses - lowest]
-    return copied
+    step = memory.strides[0]
+    places = firsts + offsets * (row_bytes // step)
+    if row_bytes > LARGE_ROW:
+        return np.array([memory[at : at + row_bytes] for at in places.tolist()], np.uint8).reshape(-1, row_bytes)
+    # of rows that overlap, `take` would copy all first
+    found: Array = memory.take(places) if step == row_bytes else memory[places]
+    return found
 
 
 def _check_stored(schema: pa.Schema, columns: Sequence[Column]) -> None:
@@ -224,28 +244,20 @@ def _views(array: pa.Array, column: Column) -> tuple[Any, ...]:
     """
     if not column.holds_numbers:
         return (array,)
+    # to_numpy would import pandas, which takes half a second
     if column.variable:
-        return array.values.to_numpy().view(column.dtype), array.offsets.to_numpy()
-    return ((array.to_numpy_ndarray() if column.shape else array.to_numpy()).view(column.dtype),)
+        return np.from_dlpack(array.values).view(column.dtype), np.from_dlpack(array.offsets)
+    values = np.from_dlpack(array.storage.flatten() if column.shape else array)
+    return (values.view(column.dtype).reshape(len(array), *column.shape),)
 
 
-def _extents(views: tuple[Any, ...], rows: slice) -> Iterator[tuple[int, int]]:
-    """Yield (address, bytes) of what the rows of one record batch take in a column."""
+def _extents(views: tuple[Any, ...], rows: slice) -> list[Array]:
+    """Return what the rows of one record batch take in a column."""
     if isinstance(views[0], pa.Array):
         _, offsets, values = views[0].buffers()
-        bounds = np.frombuffer(offsets, np.int64)[rows.start : rows.stop + 1]
-        yield bounds.ctypes.data, bounds.nbytes
-        yield values.address + int(bounds[0]), int(bounds[-1] - bounds[0])
-        return
-    parts = [views[0][rows]]
-    if len(views) > 1:
-        flat, offsets = views
-        bounds = offsets[rows.start : rows.stop + 1]
-        parts = [bounds, flat[bounds[0] : bounds[-1]]]
-    for part in parts:
-        yield part.ctypes.data, part.nbytes
-
-
-def _row(views: tuple[Array, ...], at: int) -> Array:
+        views = np.frombuffer(values, np.uint8), np.frombuffer(offsets, np.int64)
+    if len(views) == 1:
+        return [views[0][rows]]
     flat, offsets = views
-    return flat[offsets[at] : offsets[at + 1]]
+    bounds = offsets[rows.start : rows.stop + 1]
+    return [bounds, flat[bounds[0] : bounds[-1]]]

@@ -6,26 +6,21 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from onward.trainer.bounds import opened
+from onward.trainer.data.schema.columns import Array
 
+MADVISE = ctypes.CDLL(None).madvise
 STEP_BYTES = 128 << 10
 """In one call the kernel reads this much at most, by default."""
 
 
-def advise_range(address: int, size: int) -> None:
-    """Let the kernel read a range of a mapped file; it need not begin at a page."""
-    first = address - address % mmap.PAGESIZE
-    for start in range(first, address + size, STEP_BYTES):
-        _advise(start, min(STEP_BYTES, address + size - start), mmap.MADV_WILLNEED)
-
-
-def advise_random(address: int, size: int) -> None:
-    """Let the kernel read only the page that is asked for, and none around it. address: where the mapping begins."""
-    _advise(address, size, mmap.MADV_RANDOM)
+def advise_range(part: Array) -> None:
+    """Let the kernel read a part of a mapped file; it need not begin at a page."""
+    address = part.ctypes.data
+    for start in range(address - address % mmap.PAGESIZE, address + part.nbytes, STEP_BYTES):
+        advise(start, min(STEP_BYTES, address + part.nbytes - start), mmap.MADV_WILLNEED)
 
 
 def advise_file(path: Path, is_over: Callable[[], bool]) -> None:
@@ -37,11 +32,6 @@ def advise_file(path: Path, is_over: Callable[[], bool]) -> None:
             os.posix_fadvise(file.fileno(), start, STEP_BYTES, os.POSIX_FADV_WILLNEED)
 
 
-def _advise(address: int, size: int, advice: int) -> None:
-    # advice that the kernel does not take, as of a file system without pages, changes nothing
-    _madvise()(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
-
-
-@cache
-def _madvise() -> Any:
-    return ctypes.CDLL(None).madvise
+def advise(address: int, size: int, advice: int) -> None:
+    """Give advice on pages of a mapped file. It changes nothing where the kernel does not take it."""
+    MADVISE(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)

@@ -30,7 +30,7 @@ PREFIX = struct.Struct("<I")
 class ProtoReader:
     """Samples of one shard file by their number; opening it walks the file once."""
 
-    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+    def __init__(self, path: Path, columns: Sequence[Column], *, around: bool = True) -> None:
         self._path = path
         self.columns = columns
         self._data = _map(path)
@@ -42,11 +42,8 @@ class ProtoReader:
         """Return every tensor of one sample, by name."""
         return _parse(self._path, self._data, self._starts[row])
 
-    def read_nothing_around(self) -> None:
-        """Do nothing: rows are found in the order of the file."""
-
     def read_ahead_of(self, first: int, end: int) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: rows are found in the order of the file."""
 
     def lengths(self, name: str) -> Array:
         """Return the length of each row of a column of varying length: int64 [rows]."""

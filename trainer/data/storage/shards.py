@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Self
@@ -129,22 +130,10 @@ class ShardServer(Protocol):
         """
 
 
-class _Reader(Protocol):
-    num_rows: int
-
-    def lengths(self, name: str) -> Array: ...
-    def read_nothing_around(self) -> None: ...
-    def read_ahead_of(self, first: int, end: int) -> None: ...
-
-
-class _Files(Protocol):
-    def read(self, rows: Array) -> dict[str, Values]: ...
-
-
 MOST_OPEN = 4096
 """Files that are mapped at a time, each several times: a process may have 65,530 mappings by default."""
-SHARD_READERS: dict[str, Callable[[Path, Sequence[Column]], _Reader]] = {"arrow": ArrowReader, "pb": ProtoReader}
-SHARD_FILES: dict[str, Callable[[Any, Array], _Files]] = {"arrow": ArrowFiles, "pb": ProtoFiles}
+SHARD_READERS: dict[str, type[ArrowReader] | type[ProtoReader]] = {"arrow": ArrowReader, "pb": ProtoReader}
+SHARD_FILES: dict[str, Callable[[Any, Array], ArrowFiles | ProtoFiles]] = {"arrow": ArrowFiles, "pb": ProtoFiles}
 
 
 class Shards:
@@ -166,23 +155,29 @@ class Shards:
     ) -> None:
         columns = (*manifest.columns, *manifest.file_columns) if for_file else manifest.columns
         self._directory = directory
-        self._manifest = manifest
+        self.manifest = manifest
+        """Of all splits."""
         self._files = manifest.files(split)
+        self.rows_of_file = self._files[0].rows if self._files else 0
+        """Of each file but the last one."""
         self._starts = np.cumsum([0, *(file.rows for file in self._files)])
-        self._open: dict[int, _Reader] = {}
+        self._open: dict[int, ArrowReader | ProtoReader] = {}
         # the open files as one; empty after one was opened or closed. A list, which a copy with soft labels shares
-        self._joined: list[_Files] = []
+        self._joined: list[ArrowFiles | ProtoFiles] = []
         self._opening = threading.Lock()
         # file -> descriptor, which keeps a file of a server that was fetched ahead
         self._ahead: dict[int, int] = {}
         self._server = server
+        self.is_streamed = server is not None
+        """Whether the files come from a server when their rows are needed."""
         self._most_open = MOST_OPEN
         if self._server:
             # files that are open cannot make room for others; evaluations read one file after the other
             self._most_open = FILES_TOGETHER if split == "train" else 2
         self.num_rows = int(self._starts[-1])
         self._chosen = _few(self.num_rows, most) if 0 < most < self.num_rows else None
-        self.num_rows = self.num_rows if self._chosen is None else most
+        if self._chosen is not None:
+            self.num_rows = most
         # only training mixes sources; other splits, and shards of one source, are a single range
         self.sizes = manifest.sizes if split == "train" and manifest.sizes else (self.num_rows,)
         """Rows of each source."""
@@ -190,24 +185,10 @@ class Shards:
         self.pad_values = manifest.pad_values
         self.fitted = manifest.fitted
         self._soft_labels: SoftLabelFiles | None = None
-        self._reads_around = True
+        self.reads_around = True
+        """Whether the kernel may read pages around those of the rows that are asked for; of files that are opened."""
         self.size_bytes = manifest.size_bytes(split)
         """Of all files of the split."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the files come from a server when their rows are needed."""
-        return self._server is not None
-
-    @property
-    def rows_of_file(self) -> int:
-        """Return the rows of each file but the last one."""
-        return self._files[0].rows if self._files else 0
-
-    @property
-    def manifest(self) -> ShardManifest:
-        """The manifest of all splits."""
-        return self._manifest
 
     def numbers(self, rows: Array) -> Array:
         """Return the numbers in the whole split of these rows, which may be some of them (`most`): int64 [n]."""
@@ -233,7 +214,10 @@ class Shards:
     def _read(self, rows: Array) -> dict[str, Values]:
         if len(rows) and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"there are {self.num_rows} rows, and not all of {rows.min()} to {rows.max()}")
-        rows = rows if self._chosen is None else self._chosen[rows]
+        rows = self.numbers(rows)
+        # all files are open, and stay so: none is looked for
+        if self._server is None and len(self._open) == len(self._files):
+            return self._rows_of(self._starts[:0], rows)
         # `side="right"`: a row that starts a file belongs to it, also behind files without rows
         files = np.searchsorted(self._starts, rows, side="right") - 1
         numbers = np.unique(files)
@@ -255,7 +239,7 @@ class Shards:
             if not self._joined:
                 numbers = sorted(self._open)
                 readers = [self._open[number] for number in numbers]
-                self._joined.append(SHARD_FILES[self._manifest.format](readers, self._starts[numbers]))
+                self._joined.append(SHARD_FILES[self.manifest.format](readers, self._starts[numbers]))
             joined = self._joined[0]
         values = joined.read(rows)
         if self._server:
@@ -272,10 +256,6 @@ class Shards:
             total[first:end] = sum(self._reader(number).lengths(name) for name in names)
         return total if self._chosen is None else total[self._chosen]
 
-    def read_nothing_around(self) -> None:
-        """From now on read only the pages of the rows that are asked for, and none around them."""
-        self._reads_around = False
-
     def read_ahead(self, is_over: Callable[[], bool]) -> None:
         """Let the kernel read all files of the split, from their beginnings to their ends, until `is_over`."""
         for file in self._files:
@@ -285,6 +265,9 @@ class Shards:
 
     def read_ahead_of(self, firsts: Array, count: int, is_over: Callable[[], bool]) -> None:
         """Let the kernel read ranges of `count` rows, until `is_over`; firsts: their first rows, int64 [n]."""
+        # a head that is read behind all ranges would keep who reads rows waiting, too
+        for number in self.files_with(firsts, count):
+            self._reader(number)
         for first in np.sort(firsts).tolist():
             if is_over():
                 return
@@ -332,36 +315,34 @@ class Shards:
             self._open.clear()
             self._joined.clear()
 
-    def _reader(self, number: int) -> _Reader:
+    def _reader(self, number: int) -> ArrowReader | ProtoReader:
         with self._opening:
             return self._opened(number)
 
-    def _opened(self, number: int) -> _Reader:
-        if number in self._open:
-            # the last one that is closed
-            self._open[number] = self._open.pop(number)
-        else:
+    def _opened(self, number: int) -> ArrowReader | ProtoReader:
+        reader = self._open.pop(number, None)
+        if reader is None:
             file = self._files[number]
             reader = self._new_reader(file)
             if reader.num_rows != file.rows:
                 raise DataError(f"{self._directory / file.name} holds {reader.num_rows} rows, not {file.rows}")
-            if not self._reads_around:
-                reader.read_nothing_around()
-            self._open[number] = reader
             self._joined.clear()
-            if len(self._open) > self._most_open:
+            if len(self._open) == self._most_open:
                 # of rows that were read from it, numpy keeps the mapping
                 del self._open[next(iter(self._open))]
-        return self._open[number]
+        # the last one that is closed
+        self._open[number] = reader
+        return reader
 
-    def _new_reader(self, file: ShardFile) -> _Reader:
-        kind = SHARD_READERS[self._manifest.format]
-        columns = list(self.columns.values())
+    def _new_reader(self, file: ShardFile) -> ArrowReader | ProtoReader:
+        kind = partial(
+            SHARD_READERS[self.manifest.format], columns=list(self.columns.values()), around=self.reads_around
+        )
         if self._server is None:
-            return kind(self._directory / file.name, columns)
+            return kind(self._directory / file.name)
         path, descriptor = self._server.hold(file, self._release_all)
         try:
-            reader = kind(path, columns)
+            reader = kind(path)
         except BaseException:
             os.close(descriptor)
             raise

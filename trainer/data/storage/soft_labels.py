@@ -83,11 +83,10 @@ class SoftLabelFiles:
 
     def read(self, rows: Array) -> dict[str, Values]:
         """Read rows [n], in this order: name of the output -> fp32 [n, ...]."""
-        places = rows // CHUNK_ROWS
+        places = [divmod(row, CHUNK_ROWS) for row in rows.tolist()]
         found: dict[str, Values] = {}
         for name in self.names:
-            parts = {int(number): self._array(int(number), name) for number in np.unique(places)}
-            values = [parts[int(number)][row % CHUNK_ROWS] for number, row in zip(places, rows, strict=True)]
+            values = [self._array(number, name)[row] for number, row in places]
             found[name] = np.stack(values).astype(np.float32)
         return found
 

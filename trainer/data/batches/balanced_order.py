@@ -57,9 +57,8 @@ class BalancedOrder:
 
     def rows(self, positions: Array) -> Array:
         """Return the row numbers at these positions, each int64 [n]."""
-        epochs = positions // self.num_rows
-        heads = -epochs * self.num_rows % self._step  # samples that complete the last step of the epoch before
-        places = positions - epochs * self.num_rows - heads
+        epochs, places = np.divmod(positions, self.num_rows)
+        places -= -epochs * self.num_rows % self._step  # samples that complete the last step of the epoch before
         # -1: the head of an epoch, whose samples are taken in the order of the stream
         windows, inside = np.divmod(places, WINDOW_STEPS * self._step)
         found = self._stream.rows(positions)

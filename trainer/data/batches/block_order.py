@@ -61,10 +61,9 @@ def permutation_in_blocks(
         for number in range(windows.min(), windows.max() + 1):
             now = windows == number
             first = number * window
-            inside = permutation(
+            places[now] = first + permutation(
                 positions[now] - first, min(window, size - first), seed=seed, epoch=f"{epoch} window {number}"
             )
-            places[now] = first + inside
     blocks, inside = np.divmod(places, block)
     # rows of a window are in a few blocks, each of which is looked up; other rows may be in any
     numbers = np.arange(blocks.min(), blocks.max() + 1) if mixed else blocks

@@ -66,7 +66,8 @@ class ShardReadAhead:
             self._shards.close_files()
         self._here = here
         # an error is kept for whoever waits
-        self._reading = [each for each in self._reading if not each.done() or each.exception()]
+        while self._reading and self._reading[0].done() and not self._reading[0].exception():
+            self._reading.pop(0)
         epoch, place = divmod(position, self._stream.num_rows)
         behind = position - place % self._stream.window + self._stream.window
         # the next window may be the first one of the next epoch

@@ -194,10 +194,7 @@ def _copied(memory: Array, firsts: Array, offsets: Array, row_bytes: int) -> Arr
     step = memory.strides[0]
     places = firsts + offsets * (row_bytes // step)
     if row_bytes > LARGE_ROW:
-        copied = np.empty((len(places), row_bytes), "u1")
-        for row, place in zip(copied, places.tolist(), strict=True):
-            row[:] = memory[place : place + row_bytes]
-        return copied
+        return np.array([memory[at : at + row_bytes] for at in places.tolist()], np.uint8).reshape(-1, row_bytes)
     # of rows that overlap, `take` would copy all first
     found: Array = memory.take(places) if step == row_bytes else memory[places]
     return found

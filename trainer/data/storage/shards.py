@@ -158,6 +158,8 @@ class Shards:
         self.manifest = manifest
         """Of all splits."""
         self._files = manifest.files(split)
+        self.rows_of_file = self._files[0].rows if self._files else 0
+        """Of each file but the last one."""
         self._starts = np.cumsum([0, *(file.rows for file in self._files)])
         self._open: dict[int, ArrowReader | ProtoReader] = {}
         # the open files as one; empty after one was opened or closed. A list, which a copy with soft labels shares
@@ -166,6 +168,8 @@ class Shards:
         # file -> descriptor, which keeps a file of a server that was fetched ahead
         self._ahead: dict[int, int] = {}
         self._server = server
+        self.is_streamed = server is not None
+        """Whether the files come from a server when their rows are needed."""
         self._most_open = MOST_OPEN
         if self._server:
             # files that are open cannot make room for others; evaluations read one file after the other
@@ -185,16 +189,6 @@ class Shards:
         """Whether the kernel may read pages around those of the rows that are asked for; of files that are opened."""
         self.size_bytes = manifest.size_bytes(split)
         """Of all files of the split."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the files come from a server when their rows are needed."""
-        return self._server is not None
-
-    @property
-    def rows_of_file(self) -> int:
-        """Return the rows of each file but the last one."""
-        return self._files[0].rows if self._files else 0
 
     def numbers(self, rows: Array) -> Array:
         """Return the numbers in the whole split of these rows, which may be some of them (`most`): int64 [n]."""

@@ -109,5 +109,6 @@ def _proposed(path: Path, source: str, changes: Sequence[Any]) -> tuple[dict[str
     proposed["model"].pop("num_classes", None)
     kept: dict[str, Any] = {key: proposed[key] for key in ("model", "data", "loss")}
     said = [f"{key} = {value}" + (f": {why}" if why else "") for key, value, why in reasons(draft)]
-    own = [line for line in said if line.startswith(("data.", "model.", "loss"))]
+    # how rows are divided and trained is not measured
+    own = [line for line in said if line.startswith(("data.image", "data.label", "model.", "loss"))]
     return kept, (f"{path.name} has no preprocessing.json, so that its settings are those of `onward init`:", *own)

@@ -151,7 +151,12 @@ def _guessed(opened: OpenedModel, data: Any, changes: Sequence[Any]) -> tuple[Op
     if not isinstance(data, str | os.PathLike):
         raise ConfigError(f"{opened.path} has no preprocessing.json; give a path, from which the labels can be guessed")
     # labels in the data let the guess be judged: the preprocessing with the best result is taken
-    recipe, folder, config, words = guess_recipe(opened.path, os.fspath(data), changes)
+    try:
+        recipe, folder, config, words = guess_recipe(opened.path, os.fspath(data), changes)
+    except ConfigError as error:
+        if Path(data).is_dir():
+            error.add_note("of a detector, --boxes PLACE names the boxes: a .json of COCO, or a folder of labels")
+        raise
     try:
         predictor = Predictor(opened.path, recipe, folder, content=guarded_content(opened.path))
     except UnusableModel as error:
@@ -196,7 +201,8 @@ def raw_batches(
         if opened.recipe is None:
             error.add_note(
                 f"{opened.path.name} has no preprocessing.json, so that each input reads the column of its name: "
-                "`--input INPUT=COLUMN,...` stacks others"
+                "`--input INPUT=COLUMN,...` stacks others; images need one, which a run writes beside its file "
+                f"(`onward init {opened.path.name} DATA`, then `onward run`)"
             )
         raise
 

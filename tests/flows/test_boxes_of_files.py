@@ -145,3 +145,20 @@ def test_boxes_are_written_as_coco_has_them_and_other_forms_name_one_that_works(
     write_predictions(tmp_path / "found.parquet", flows_predict.predictions(path, tmp_path / "held"))
     with pytest.raises(ConfigError, match=r"would hold masks; name a file .csv, .parquet or .json"):
         write_masks(tmp_path / "masks", flows_predict.predictions(path, tmp_path / "held"))
+
+
+def test_messages_about_a_file_of_others_name_the_command_that_works(tmp_path: Path) -> None:
+    shown = pictures(tmp_path, 4)
+    annotate(tmp_path, shown)
+    onnx.save(detector_file("yolov8"), tmp_path / "foreign.onnx")
+    with pytest.raises(DataError) as caught:
+        onward.predict(tmp_path / "foreign.onnx", tmp_path / "images")
+    assert "`onward init foreign.onnx DATA`, then `onward run`" in caught.value.__notes__[0]
+    with pytest.raises(ConfigError) as refused:
+        onward.evaluate(tmp_path / "foreign.onnx", tmp_path / "images")
+    assert "--boxes PLACE names the boxes" in refused.value.__notes__[0]
+    boxes = {"data.image.boxes": str(tmp_path / "annotations.json")}
+    found = onward.evaluate(tmp_path / "foreign.onnx", tmp_path / "images", boxes)
+    assert found.rows == 4
+    assert {"map", "file/map"} <= found.metrics.keys()
+    assert any(line.startswith("loss.name") for line in found.guessed)

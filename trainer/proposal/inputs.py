@@ -366,7 +366,9 @@ def _no_column(facts: Facts, info: TensorInfo, free: Sequence[str]) -> str:
         f"input {info.name} takes {shown(info)}, which no column of {facts.data.source} fits: {columns}; name columns: "
         f"data.inputs.{info.name}=..."
     )
-    return f"{problem}; or: {advice}" if advice else problem
+    # such as the pixel_mask of DETR, which is 1 for all pixels of an image without borders
+    one_value = f"or, if it is the same for all samples: model.bind.{info.name}=1"
+    return f"{problem}; {f'or: {advice}; ' if advice else ''}{one_value}"
 
 
 def num_axes(info: TensorInfo) -> int:

@@ -57,6 +57,7 @@ from onward.trainer.proposal.tried import propose_tried
 
 WITH_WEIGHTS = ("MatMul", "Gemm", "Conv", "LinearClassifier", "LinearRegressor")
 """Operators of which one at least is in every file that has something to train beside trees."""
+PIXEL_MASK = "pixel_mask"
 
 
 def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
@@ -181,7 +182,11 @@ def _signature(draft: Draft, model: onnx.ModelProto, path: Path) -> Signature:
     readable = readable_output(model)
     is_first = readable == next((value.name for value in model.graph.output), "")
     output = given or ("" if is_first else readable)
-    return read_training_signature(ModelConfig(path=path, output=output, start=draft.value("model.start", ())))
+    # the transformers that train DETR call it so: 1 for pixels of an image, 0 for borders
+    if PIXEL_MASK in [value.name for value in model.graph.input] and not draft.is_given(f"model.bind.{PIXEL_MASK}"):
+        draft.set(f"model.bind.{PIXEL_MASK}", 1, "every pixel counts; borders as well")
+    settings = {key: draft.settings()["model"].get(key, empty) for key, empty in (("start", ()), ("bind", {}))}
+    return read_training_signature(ModelConfig.model_validate({"path": path, "output": output, **settings}))
 
 
 def _refuse_trees(model: onnx.ModelProto, path: Path) -> None:

@@ -16,7 +16,9 @@ import onward
 from onward.flows.cli import app
 from onward.trainer.config.loading import load_config
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.errors import ConfigError
+from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.proposal.detectors.box_places import box_place
 from tests.equivalence.test_detectors import set_model
 from tests.trainer.data.images.test_boxes import annotate, detector, pictures
@@ -101,3 +103,33 @@ def test_the_option_takes_a_path_with_any_letters(tmp_path: Path) -> None:
     image = load_config(tmp_path / "new.toml").data.image
     assert image is not None
     assert image.boxes == str(boxes)
+
+
+def detr(queries: int = 6, scores: int = 5) -> onnx.ModelProto:
+    """As transformers exports DETR: a second input `pixel_mask`, and a layer of scores for every query."""
+    g = GraphWriter("detr")
+    x, mask = g.input("pixel_values", ("batch", 3, 48, 48)), g.input("pixel_mask", ("batch", 64, 64), TensorProto.INT64)
+    x = g.op("Conv", x, g.weight("w1", g.normal(0.1, queries * 8, 3, 8, 8)), kernel_shape=[8, 8], strides=[8, 8])
+    seen = g.op("ReduceMean", g.op("Cast", mask, to=TensorProto.FLOAT), g.weight("axes", [1, 2]), keepdims=1)
+    x = g.op("Reshape", g.op("GlobalAveragePool", x), g.weight("shape", [-1, queries, 8]))
+    x = g.op("Mul", x, seen)
+    g.output(g.op("MatMul", x, g.weight("w2", g.normal(0.2, 8, scores)), outputs="logits"), ("batch", queries, scores))
+    corners = g.op("MatMul", x, g.weight("w3", g.normal(0.2, 8, 4)))
+    g.output(g.op("Sigmoid", corners, outputs="found"), ("batch", queries, 4))
+    return g.model()
+
+
+def test_the_mask_of_pixels_is_bound_and_the_scores_of_a_set_get_a_new_layer(tmp_path: Path) -> None:
+    annotate(tmp_path, pictures(tmp_path))
+    config = proposed(tmp_path, detr(), **{"model.num_classes": 3})
+    assert config.model.bind == {"pixel_mask": 1}
+    assert [loss.outputs for loss in config.losses] == [("logits", "found")] * 3
+    signature = read_training_signature(config.model)
+    assert [info.shape for info in signature.outputs] == [(None, 6, 3), (None, 6, 4)]
+    annotate(tmp_path / "again", pictures(tmp_path / "again", 4))
+    renamed = detr()
+    renamed.graph.input[1].name = "other"
+    (cast,) = (node for node in renamed.graph.node if node.op_type == "Cast")
+    cast.input[0] = "other"
+    with pytest.raises(ConfigError, match=r"input other .* model.bind.other=1"):
+        proposed(tmp_path / "again", renamed)

@@ -180,7 +180,7 @@ def corners(found: Tensor) -> Tensor:
     return torch.cat([centre - size / 2, centre + size / 2], -1)
 
 
-def detections(scores: Tensor, boxes: Tensor, loss: LossConfig) -> Sequence[Tensor]:
+def detections(scores: Tensor, boxes: Tensor, loss: LossConfig, most: int = MOST_DETECTIONS) -> Sequence[Tensor]:
     """Return what a set of outputs has found in each image: class, score, x1, y1, x2, y2 by score, [n, 6].
 
     As the post-processing of DETR: with softmax each query is one object, of its best class; with sigmoid the best
@@ -197,7 +197,7 @@ def detections(scores: Tensor, boxes: Tensor, loss: LossConfig) -> Sequence[Tens
         queries, classes = numbers // scores.shape[-1], numbers % scores.shape[-1]
     found = []
     for image in range(len(scores)):
-        top = best[image].topk(min(MOST_DETECTIONS, best.shape[1])).indices
+        top = best[image].topk(min(most, best.shape[1])).indices
         columns = classes[image, top, None], best[image, top, None], corners(boxes[image, queries[image, top]])
         found.append(torch.cat([column.to(boxes.dtype) for column in columns], 1))
     return found

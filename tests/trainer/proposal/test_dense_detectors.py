@@ -86,6 +86,16 @@ def test_the_strides_of_ssd_on_300_pixels_are_read_from_its_boxes(monkeypatch: p
     np.testing.assert_allclose(head.loss.anchors, sides, rtol=1e-3)
 
 
+def test_other_numbers_are_no_coded_boxes_however_large_the_image() -> None:
+    model = detector_file("yolox coded")
+    model.graph.node.append(onnx.helper.make_node("Sigmoid", ["found"], ["squashed"]))
+    model.graph.output[0].name = "squashed"
+    # any size: it is tried with 320 pixels
+    for dim, name in zip(model.graph.input[0].type.tensor_type.shape.dim[2:], ("h", "w"), strict=True):
+        dim.dim_param = name
+    assert recognised(model) is None
+
+
 def test_a_file_that_decodes_its_boxes_otherwise_is_refused_with_its_last_layers(tmp_path: Path) -> None:
     model = detector_file("yolox")
     for tensor in model.graph.initializer:

@@ -114,9 +114,9 @@ def propose_start(draft: Draft, model: onnx.ModelProto) -> bool:
 
     Return whether the file itself normalises the pixels, so that no other values need a trial.
     """
-    image = image_input(model)
+    image = None if draft.is_given("model.start") else image_input(model)
     # channels, height and width
-    if draft.is_given("model.start") or image is None or len(dims_of(image) or ()) != 3:
+    if image is None or len(dims_of(image) or ()) != 3:
         return False
     raw = find_raw_outputs(model, Path(draft.value("model.path")).parent)
     start = raw.start if raw else None

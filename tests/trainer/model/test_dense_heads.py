@@ -373,6 +373,44 @@ def test_yolov5_is_its_published_formulas(classes: int) -> None:
             torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-8)
 
 
+def centernet_radius(height: int, width: int) -> int:
+    """The radius of a Gaussian, in cells, as the code of CornerNet computes it for an overlap of 0.7."""
+    total, area = height + width, height * width
+    forms = ((1.0, total, area * 0.3 / 1.7), (4.0, 2 * total, 0.3 * area), (2.8, -1.4 * total, -0.3 * area))
+    return int(min((b + math.sqrt(b * b - 4 * a * c)) / 2 for a, b, c in forms))
+
+
+def test_centernet_is_its_published_formulas() -> None:
+    own_labels = labels().reshape(IMAGES, -1, 6)
+    # one that is large enough for a Gaussian of several cells, and the same class beside it
+    own_labels[2, :2] = torch.tensor([[2, 0.14, 0.1, 0.9, 0.95, 0], [2, 0.4, 0.5, 0.95, 0.9, 0]])
+    outputs = raw_outputs("centernet")
+    heat, sizes, offsets = outputs
+    target, of_boxes, radii = torch.zeros_like(heat), [], []
+    for image, rows in enumerate(own_labels.tolist()):
+        for kind, x1, y1, x2, y2, flag in rows:
+            if kind < 0 or flag:
+                continue
+            x, y, width, height = (SIDE / 8 * each for each in ((x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1))
+            column, line, radius = int(x), int(y), centernet_radius(math.ceil(height), math.ceil(width))
+            radii.append(radius)
+            for place in itertools.product(range(line - radius, line + radius + 1), range(SIDE // 8)):
+                if place[0] in range(SIDE // 8) and abs(place[1] - column) <= radius:
+                    apart = (place[0] - line) ** 2 + (place[1] - column) ** 2
+                    value = math.exp(-apart / (2 * ((2 * radius + 1) / 6) ** 2))
+                    target[(image, int(kind), *place)] = max(float(target[(image, int(kind), *place)]), value)
+            of_boxes.append((offsets[image, :, line, column] - torch.tensor([x - column, y - line])).abs().mean())
+            of_boxes.append(0.1 * (sizes[image, :, line, column] - torch.tensor([width, height])).abs().mean())
+    assert max(radii) > 0
+    p = heat.sigmoid()
+    terms = torch.where(target == 1, -((1 - p) ** 2) * p.log(), -((1 - target) ** 4) * p**2 * (1 - p).log())
+    wanted = (terms.sum() + torch.stack(of_boxes).sum()) / len(radii)
+    mean, gradients = mean_and_gradients("centernet", outputs, own_labels.flatten(1))
+    torch.testing.assert_close(mean, wanted, rtol=1e-5, atol=0)
+    for own, other in zip(gradients, torch.autograd.grad(wanted, outputs), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-8)
+
+
 def test_the_host_counts_the_matches_of_yolov5_without_outputs() -> None:
     own_labels = labels()
     _, divisor = computed("yolov5", raw_outputs("yolov5"), own_labels)

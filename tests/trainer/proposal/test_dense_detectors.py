@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import numpy_helper
 
 import onward
@@ -14,6 +17,7 @@ from onward.trainer.config.loading import load_config
 from onward.trainer.errors import ConfigError
 from onward.trainer.proposal.detectors.dense_head import DenseHead, recognise
 from onward.trainer.proposal.detectors.raw_outputs import find_raw_outputs
+from tests.support import detectors
 from tests.support.detectors import ANCHORS, CLASSES, HEADS, STRIDES, detector_file, with_selection
 from tests.trainer.data.images.test_boxes import annotate, pictures
 
@@ -50,6 +54,46 @@ def test_a_file_of_yolox_may_leave_the_decoding_to_its_users() -> None:
     assert head
     assert (head.loss.name, head.loss.strides) == ("yolox", STRIDES)
     assert "as they are coded, which its users decode" in head.reason
+
+
+class SSD300(torch.nn.Module):
+    """The raw outputs of SSD's six levels of 38, 19, 10, 5, 3 and 1 cells, each a convolution of the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = torch.nn.ModuleList(
+            torch.nn.ModuleList(torch.nn.Conv2d(3, own, side, side, padding) for own in HEADS["ssd"])
+            for side, padding in ((8, 2), (16, 2), (32, 10), (64, 10), (100, 0), (300, 0))
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return detectors.DECODED["ssd"]([[head(x) for head in level] for level in self.levels])
+
+
+def test_the_strides_of_ssd_on_300_pixels_are_read_from_its_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    strides = (8, 16, 32, 64, 100, 300)
+    sides = tuple(tuple((0.9 * s * w, 0.9 * s / w) for w in (0.7, 1.0, 1.4)) for s in strides)
+    for name, value in (("SIDE", 300), ("STRIDES", strides), ("ANCHORS", sides)):
+        monkeypatch.setattr(detectors, name, value)
+    content = io.BytesIO()
+    names = {"input_names": ["image"], "output_names": ["boxes", "scores"]}
+    with warnings.catch_warnings(action="ignore"):
+        image = torch.zeros(1, 3, 300, 300)
+        torch.onnx.export(SSD300().eval(), (image,), content, dynamo=False, opset_version=17, **names)  # type: ignore[arg-type]
+    head = recognised(onnx.load_from_string(content.getvalue()))
+    assert head
+    assert (head.loss.name, head.loss.strides) == ("ssd", strides)
+    np.testing.assert_allclose(head.loss.anchors, sides, rtol=1e-3)
+
+
+def test_other_numbers_are_no_coded_boxes_however_large_the_image() -> None:
+    model = detector_file("yolox coded")
+    model.graph.node.append(onnx.helper.make_node("Sigmoid", ["found"], ["squashed"]))
+    model.graph.output[0].name = "squashed"
+    # any size: it is tried with 320 pixels
+    for dim, name in zip(model.graph.input[0].type.tensor_type.shape.dim[2:], ("h", "w"), strict=True):
+        dim.dim_param = name
+    assert recognised(model) is None
 
 
 def test_a_file_that_decodes_its_boxes_otherwise_is_refused_with_its_last_layers(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.export.served.detections import BoxColumns, Table
@@ -57,9 +56,11 @@ def same_boxes(boxes: Array, decoded: Array, size: tuple[int, int]) -> Array:
     """Return which of the decoded boxes [m, 4] each box [n, 4] is, or is within the image: bool [n, m]."""
     sides = np.array([*size, *size], np.float32)
     found = np.zeros((len(boxes), len(decoded)), bool)
-    own = torch.from_numpy(np.ascontiguousarray(boxes)).double()
     # many files cut boxes off at the border of the image
     for known in (decoded, decoded.clip(0, sides)):
-        distances = torch.cdist(own, torch.from_numpy(known).double(), p=torch.inf)
-        found |= (distances < TOLERANCE * max(size)).numpy()
+        is_same = np.ones_like(found)
+        # numpy's maximum over an axis of four takes ten times as long
+        for own, other in zip(boxes.T, known.T, strict=True):
+            is_same &= np.abs(own[:, None] - other) < TOLERANCE * max(size)
+        found |= is_same
     return found

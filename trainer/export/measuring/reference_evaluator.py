@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,18 @@ from onnx.reference.op_run import OpRun
 from onward.trainer.export.model_file import ModelFile
 
 
-def open_reference(model: ModelFile | onnx.ModelProto) -> ReferenceEvaluator:
+class TimedEvaluator(ReferenceEvaluator):
+    """onnx.reference with a time at which it gives up, as a convolution of large images takes minutes in numpy."""
+
+    ends_at = math.inf
+
+    def _log(self, level: int, pattern: str, *words: Any) -> None:
+        # called before each node
+        if time.monotonic() > self.ends_at:
+            raise TimeoutError("a pass takes too long")
+
+
+def open_reference(model: ModelFile | onnx.ModelProto) -> TimedEvaluator:
     """Open the model in onnx.reference, with the operators that a file of `model.converters` has defined for it."""
 
     def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
@@ -23,7 +36,7 @@ def open_reference(model: ModelFile | onnx.ModelProto) -> ReferenceEvaluator:
     # abstract classes between OpRun and an operator have no domain
     operators = [kind for kind in subclasses(OpRun) if getattr(kind, "op_domain", "")]
     own = [operator for operator in operators if not _is_part_of_onnx(operator)]
-    return ReferenceEvaluator(str(model.path) if isinstance(model, ModelFile) else model, new_ops=own)
+    return TimedEvaluator(str(model.path) if isinstance(model, ModelFile) else model, new_ops=own)
 
 
 def _is_part_of_onnx(kind: type[Any]) -> bool:

@@ -21,10 +21,15 @@ from onward.trainer.data.images.image_sources import annotations_beside
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.source_kinds import BOX_PAGE
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import Index, dims_of, nodes_of
+from onward.trainer.onnx_graph.files.index import dims_of, nodes_of
 from onward.trainer.onnx_graph.surgery.surgery import apply_surgery
 from onward.trainer.proposal.detectors.dense_head import DenseHead, recognise
-from onward.trainer.proposal.detectors.raw_outputs import RawOutputs, find_raw_outputs, measured_shapes
+from onward.trainer.proposal.detectors.raw_outputs import (
+    RawOutputs,
+    find_raw_outputs,
+    image_input,
+    measured_shapes,
+)
 from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.inputs import num_axes, shown
 from onward.trainer.proposal.source_summary import Facts
@@ -66,13 +71,14 @@ def propose_boxes(draft: Draft, model: onnx.ModelProto, facts: Facts, found: Seq
         return [column]
     sets = [target.info for target in found if num_axes(target.info) == 3]
     widths = {info.name: info.shape[2] if info.shape else None for info in sets}
+    folder = Path(draft.value("model.path")).parent
     measured: Mapping[str, tuple[int, ...]] = {}
     if any(None in (info.shape or (None,))[1:] for info in sets):
-        measured = measured_shapes(model, list(widths), Path(draft.value("model.path")).parent)
+        measured = measured_shapes(model, list(widths), folder)
         widths |= {name: shape[2] for name, shape in measured.items()}
     boxes = [info for info in sets if widths[info.name] == 4]
     scores = [info for info in sets if widths[info.name] != 4]
-    raw = find_raw_outputs(model, Path(draft.value("model.path")).parent)
+    raw = find_raw_outputs(model, folder)
     head = recognise(raw) if raw else None
     # boxes and scores of all cells of a grid look as those of a set do
     if head or len(boxes) != 1 or len(scores) != 1:
@@ -112,26 +118,22 @@ def propose_start(draft: Draft, model: onnx.ModelProto) -> bool:
 
     Return whether the file itself normalises the pixels, so that no other values need a trial.
     """
-    stored = Index(model.graph).stored
-    inputs = [value for value in model.graph.input if value.name not in stored]
-    if draft.is_given("model.start") or len(inputs) != 1:
-        return False
+    image = None if draft.is_given("model.start") else image_input(model)
     # channels, height and width
-    if len(dims_of(inputs[0]) or []) != 3:
+    if image is None or len(dims_of(image) or ()) != 3:
         return False
     raw = find_raw_outputs(model, Path(draft.value("model.path")).parent)
     start = raw.start if raw else None
     if start is None:
         return False
-    image = inputs[0].name
-    reason = f"the batch of one that the file makes of {image}, an image alone: training feeds batches of any size"
+    reason = f"the batch of one that the file makes of {image.name}, an image alone: training feeds batches of any size"
     draft.set("model.start", [start.name], reason)
     if start.std:
         is_bytes = max(start.std) > LARGE_STD
-        draft.set("data.image.mean", list(start.mean), f"as the file normalises {image}, measured by running it")
+        draft.set("data.image.mean", list(start.mean), f"as the file normalises {image.name}, measured by running it")
         draft.set("data.image.std", list(start.std), "")
         if is_bytes:
-            draft.set("data.image.scale", 1.0, f"{image} has pixels from 0 to 255")
+            draft.set("data.image.scale", 1.0, f"{image.name} has pixels from 0 to 255")
     return bool(start.std)
 
 

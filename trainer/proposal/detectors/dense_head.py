@@ -123,9 +123,10 @@ def _agrees(raw: RawOutputs, family: Family, loss: LossConfig) -> str:
     try:
         # the decoding of this family, from the same values
         head = family.head([torch.from_numpy(values[name]) for name in loss.outputs], loss)
-        known = {"": family.decode(head)[0].numpy()}
+        known = {"": (family.decode(head)[0].numpy(), raw.size)}
         if family.may_be_coded:
-            known[CODED] = head.codes[0].numpy()
+            # numbers about as large as 1, which a tolerance of pixels would not tell apart
+            known[CODED] = head.codes[0].numpy(), (1, 1)
     except (ConfigError, RuntimeError):  # the channels are not those of the family
         return ""
     # the decoding of the file
@@ -134,14 +135,17 @@ def _agrees(raw: RawOutputs, family: Family, loss: LossConfig) -> str:
         rows = table.rows(results)
         for columns in box_columns(rows.shape[1]):
             boxes = columns.corners(rows, raw.size, raw.scale)
-            for coded, decoded in known.items():
-                if _are_among(boxes, decoded, raw.size):
+            for coded, (decoded, size) in known.items():
+                if _are_among(boxes, decoded, size):
                     return coded or str(columns)
     return ""
 
 
 def _are_among(boxes: Array, decoded: Array, size: tuple[int, int]) -> bool:
     """Return whether each of the boxes [n, 4] is one of the decoded ones, or such a one within the image."""
+    # of most tables the first row is none
+    if not same_boxes(boxes[:1], decoded, size).any():
+        return False
     distinct = distinct_boxes(boxes)
     # not all of tens of thousands
     some = distinct[:: max(1, -(-len(distinct) // MOST_COMPARED))]

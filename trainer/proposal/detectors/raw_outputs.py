@@ -8,6 +8,7 @@ trunk --- Conv [1, 64, 40, 40] --.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import onnx
 import onnxruntime
 
 from onward.trainer.data.schema.columns import Array
+from onward.trainer.data.schema.detection_grids import grids_of
 from onward.trainer.onnx_graph.files.external_ranges import array_of
 from onward.trainer.onnx_graph.files.index import Index, dims_of, names_read, nodes_of
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
@@ -27,6 +29,8 @@ from onward.trainer.proposal.detectors.image_start import ImageStart, find_image
 
 OPEN_SIDE = 320
 """Pixels of an input whose size the file leaves open."""
+SSD300 = (8.0, 16.0, 32.0, 64.0, 100.0, 300.0)
+"""The strides of SSD on 300 pixels: its last convolutions have no padding."""
 MOST_RAW = 40
 MOST_ROLES = 3
 
@@ -48,7 +52,8 @@ class RawOutputs:
     levels: tuple[Level, ...]
     """The one of the most cells first; all have equally many tensors."""
     strides: tuple[tuple[float, ...], ...]
-    """What may be the strides of the levels, in pixels of the input: powers of 2, or the sides divided by the cells."""
+    """What may be the strides of the levels, in pixels of the input: powers of 2, those of SSD300, or the sides divided
+    by the cells."""
     size: tuple[int, int]
     """Width and height of the image that the first layer reads, without what the file pads it with."""
     of_input: tuple[int, ...]
@@ -86,20 +91,17 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
 
     folder: where its external data is. Runs the file once.
     """
-    index = Index(model.graph)
-    fed = [value for value in model.graph.input if value.name not in index.stored]
-    # one input, an image with or without an axis of the batch
-    dims = dims_of(fed[0]) if len(fed) == 1 else None
-    if dims is None or len(dims) not in (3, 4):
+    image = image_input(model)
+    if image is None:
         return None
-    names = _last_layers(index, [value.name for value in model.graph.output if is_numeric(value)], folder)
+    names = _last_layers(model, folder)
     # a file of many branches is no detector with a few levels
     if not 0 < len(names) <= MOST_RAW:
         return None
-    feed = {fed[0].name: _random_image(dims)}
-    shape = feed[fed[0].name].shape
+    feed = _random_image(image)
+    shape = feed[image.name].shape
     try:
-        start = find_image_start(model, names, fed[0], shape, folder) if len(dims) == 3 else None
+        start = find_image_start(model, names, image, shape, folder) if len(shape) == 3 else None
         results = open_session(part_between(model, names, ()), base=folder).run(names, feed)
         behind = part_between(model, [value.name for value in model.graph.output], names)
         end = open_session(behind, base=folder)
@@ -110,9 +112,12 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
     height, width = start.size if start else shape[-2:]
     read = {value.name for value in end.get_inputs()}
     kept = {name: value for name, value in feed.items() if name in read}
-    powers = tuple(_power_of_2((height, width), level) for level in levels)
+    cells = [(level.height, level.width) for level in levels]
     shares = tuple(width / level.width for level in levels)
-    strides = (powers, shares) if all(powers) and powers != shares else (shares,)
+    # convolutions with a stride of 2 round up
+    powers = tuple(2.0 ** math.ceil(math.log2(share)) for share in shares)
+    fitting = [each for each in (powers, SSD300, shares) if grids_of((height, width), each) == cells]
+    strides = tuple(dict.fromkeys(fitting)) or (shares,)
     size = start.filled if start else (width, height)
     operators = frozenset(node.op_type for node in nodes_of(behind.graph))
     return RawOutputs(levels, strides, size, shape[-2:], start, end, kept, operators) if levels else None
@@ -120,31 +125,40 @@ def find_raw_outputs(model: onnx.ModelProto, folder: Path) -> RawOutputs | None:
 
 def measured_shapes(model: onnx.ModelProto, names: Sequence[str], folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of outputs for one image, by running a file whose only input is images; {} if it has others."""
-    index = Index(model.graph)
-    fed = [value for value in model.graph.input if value.name not in index.stored]
-    dims = dims_of(fed[0]) if len(fed) == 1 else None
-    if dims is None or len(dims) != 4:
+    image = image_input(model)
+    if image is None:
         return {}
     try:
-        results = open_session(model, base=folder).run(list(names), {fed[0].name: _random_image(dims)})
+        results = open_session(model, base=folder).run(list(names), _random_image(image))
     except Exception:  # as in `find_raw_outputs`
         return {}
     return {name: value.shape for name, value in zip(names, results, strict=True)}
 
 
-def _random_image(dims: Sequence[int | None]) -> Array:
+def image_input(model: onnx.ModelProto) -> onnx.ValueInfoProto | None:
+    """Return the only input of a file, an image with or without an axis of the batch; None if it has others."""
+    stored = Index(model.graph).stored
+    fed = [value for value in model.graph.input if value.name not in stored]
+    is_image = len(fed) == 1 and len(dims_of(fed[0]) or ()) in (3, 4)
+    return fed[0] if is_image else None
+
+
+def _random_image(image: onnx.ValueInfoProto) -> dict[str, Array]:
+    dims = dims_of(image)
+    assert dims
     # a size that the file leaves open may be any
     sides = [side or OPEN_SIDE for side in dims[-2:]]
     # without an axis of the batch the file makes a batch of one
     shape = (*(1,) * (len(dims) - 3), dims[-3] or 3, *sides)
-    return np.random.default_rng(0).random(shape).astype(np.float32)
+    return {image.name: np.random.default_rng(0).random(shape).astype(np.float32)}
 
 
-def _last_layers(index: Index, outputs: Sequence[str], folder: Path) -> list[str]:
+def _last_layers(model: onnx.ModelProto, folder: Path) -> list[str]:
     """Return the results of the layers from which the outputs are computed, in the order of the file."""
+    index = Index(model.graph)
     found = set[str]()
     seen = set[str]()
-    names = list(outputs)
+    names = [value.name for value in model.graph.output if is_numeric(value)]
     while names:
         name = names.pop()
         node = index.makers.get(name)
@@ -174,15 +188,6 @@ def _after_relu(name: str, index: Index, seen: set[str]) -> str:
     behind = [made for made in seen if name in index.makers[made].input]
     is_relu = len(behind) == 1 and index.makers[behind[0]].op_type == "Relu"
     return behind[0] if is_relu else name
-
-
-def _power_of_2(sides: Sequence[int], level: Level) -> float:
-    """Return the stride with which the sides are as many whole or begun cells; 0 if there is none."""
-    # convolutions with a stride of 2 round up
-    for stride in (2**power for power in range(1, 9)):
-        if [-(-side // stride) for side in sides] == [level.height, level.width]:
-            return float(stride)
-    return 0.0
 
 
 def _levels(names: Sequence[str], results: Sequence[Array]) -> tuple[Level, ...]:

@@ -5,6 +5,7 @@ the backward pass gives, while all values stay right.
 """
 
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -257,6 +258,28 @@ def test_a_bound_of_fp32_is_said_where_nothing_computes_in_float64(monkeypatch):
     record = guard(guarded_file(network(), to_module(network()), rows()))
     assert record.judged_by == "onnxruntime in float32"
     assert record.error < record.bound < 0.1
+
+
+def test_a_pass_in_numpy_that_takes_too_long_ends_before_its_last_node(monkeypatch):
+    from onnx.reference.ops.op_conv import Conv
+
+    from onward.trainer.rehearsal.trials import second_path
+
+    computed = []
+    original = Conv._run
+
+    def slow(self, *operands, **attributes):
+        computed.append(self)
+        time.sleep(2.5)
+        return original(self, *operands, **attributes)
+
+    monkeypatch.setattr(Conv, "_run", slow)
+    monkeypatch.setattr(second_path, "SLOWEST_S", 2.0)
+    text = "g (float[N,4,3,3] x) => (float[N,4,3,3] y) { h = Conv(x, w) t = Tanh(h) y = Conv(t, w) }"
+    model = parsed(text, w=SQUARE.reshape(4, 4, 1, 1))
+    record = guard(guarded_file(model, to_module(model), (torch.randn(3, 4, 3, 3),)))
+    assert len(computed) == 1
+    assert record.judged_by == "onnxruntime in float32"
 
 
 @pytest.mark.parametrize(

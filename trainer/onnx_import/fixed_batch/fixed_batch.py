@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -79,10 +80,10 @@ def batch_use(
         to_module(model, base=base, train=train, widen=False)
         return BatchUse("own" if declared == 1 else "joint", declared, trial, proved=False)
     reason = trial.widened_problem(model, base, train)
-    # a right rewriting says nothing about rows that influence each other for large values alone
-    if not reason and (mixed := trial.first(trial.dependence_of_large, model, outputs)):
-        return BatchUse("own" if declared == 1 else "joint", declared, mixed)
     if not reason:
+        # a right rewriting says nothing about rows that influence each other for large values alone
+        if mixed := trial.first(trial.dependence_of_large, model, outputs):
+            return BatchUse("own" if declared == 1 else "joint", declared, mixed)
         tried = f"batches of 1 and {len(trial.inputs[0])} rows"
         return BatchUse("any", declared, f"{tried} give row by row what the file gives {declared} at a time")
     to_module(model, base=base, train=train, widen=False)  # otherwise the reason is not about the batch
@@ -220,7 +221,7 @@ class _Trial:
         self.declared = declared
         self.inputs = list(inputs)
         self.compute = compute
-        self.widened: Compute | None = None
+        self.widened = compute
         """The widened graph, as soon as `widened_problem` has imported it."""
         total = len(inputs[0])
         # the last group begins with the last row and goes on with the first ones, which are at other places there and
@@ -270,21 +271,25 @@ class _Trial:
         return ""
 
     def dependence_of_large(self, number: int) -> str:
-        """Return why a row depends on others for large inputs alone, as behind a limit for the whole batch; else "".
+        """Return why a row depends on others for large inputs alone, as behind a limit for the whole batch; else ""."""
+        large = None if self.dependence(number) else self._of_large
+        mixed = large.dependence(number, MOST) if large and large.is_conclusive else ""
+        return mixed and f"for inputs {LARGE} times as large as normal ones {mixed}"
+
+    @cached_property
+    def _of_large(self) -> _Trial | None:
+        """The results for large inputs, of all outputs; None if there are none.
 
         The file is run, since the widened graph may round large values otherwise; that one if the file has one row.
         """
-        floats = [value.is_floating_point() for value in self.inputs]
+        if not any(value.is_floating_point() for value in self.inputs):
+            return None
         compute = self.compute if self.declared > 1 else self.widened
-        if not any(floats) or compute is None or self.dependence(number):
-            return ""
-        inputs = [LARGE * value if scaled else value for value, scaled in zip(self.inputs, floats, strict=True)]
+        inputs = [LARGE * value if value.is_floating_point() else value for value in self.inputs]
         try:
-            large = _Trial(max(self.declared, 2), inputs, compute)
+            return _Trial(max(self.declared, 2), inputs, compute)
         except Exception:  # those of onnxruntime and of torch have no common base class
-            return ""
-        mixed = large.dependence(number, MOST) if large.is_conclusive else ""
-        return mixed and f"for inputs {LARGE} times as large as normal ones {mixed}"
+            return None
 
     def widened_problem(self, model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> str:
         """Return why the widened graph does not exist or computes something else; "" if it is right."""

@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, parser
 from onward.trainer.diagnostics.doctor import diagnose
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
+from onward.trainer.onnx_import.fixed_batch import fixed_batch
 from onward.trainer.onnx_import.fixed_batch.fixed_batch import batch_use
 from tests.support.fixed_batches import EXPORTERS, FILES, built, exported, rows
 
@@ -177,6 +178,23 @@ def test_a_file_that_draws_random_numbers_proves_nothing():
     use = batch_use(g.model())
     assert (use.kind, use.proved) == ("joint", False)
     assert "differ from run to run" in use.reason
+
+
+def test_large_inputs_are_computed_once_for_all_outputs_that_losses_read(monkeypatch):
+    g = GraphWriter("three outputs", seed=0, opset=17)
+    product = g.op("MatMul", g.input("x", (1, 4)), g.weight("w", g.normal(1, 4, 4)))
+    for name, activation in (("a", "Tanh"), ("b", "Sigmoid"), ("c", "Relu")):
+        g.output(g.op(activation, product, outputs=name), (1, 4))
+    made = []
+    begin = fixed_batch._Trial.__init__
+
+    def counted(self, *words):
+        made.append(self)
+        begin(self, *words)
+
+    monkeypatch.setattr(fixed_batch._Trial, "__init__", counted)
+    assert batch_use(g.model(), outputs=("a", "b", "c")).kind == "any"
+    assert len(made) == 2
 
 
 def test_a_file_of_dynamic_batch_is_not_run():

@@ -40,6 +40,7 @@ from onward.trainer.data.schema.signature import digest_of_files
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.recipe import recipe_of
 from onward.trainer.data.storage.row_origins import row_origins
+from onward.trainer.data.storage.shards import Shards
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import OnwardError
 from onward.trainer.export.file_verification import PARITY_BATCHES, ROUNDED, Expected, changed_tensors, verify
@@ -55,6 +56,7 @@ from onward.trainer.export.preprocessing.given_form import GivenFile, difference
 from onward.trainer.export.preprocessing.preprocessing_file import class_names
 from onward.trainer.export.run_as_read import RunAsRead
 from onward.trainer.export.variants.quantize_aware import integer_kernels
+from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.trainable import load_weights, merged_module, open_trainable
 from onward.trainer.onnx_graph.files.index import all_names
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
@@ -144,9 +146,9 @@ def export(
         if form and not config.quantize.aware:
             as_given = _compare_as_given(given, form, merged, compared, staging / "given", opened, data)
         cuda = check_on_cuda(runner, batches=PARITY_BATCHES, tolerance=config.export.tolerance)
-        samples = _worst_samples(opened, runner, data) if examines else None
-        also = (baselines.measure, *((samples.add,) if samples else ()))
-        after = runner.evaluate(*also)
+        losses = data.new_metrics(runner.outputs).losses
+        samples = _worst_samples(opened, losses, data.rows) if examines and data.rows is not None else None
+        after = runner.evaluate(baselines.measure, *((samples.add,) if samples else ()))
         of_file, not_measured = file_precision(written, runner, data, config.metrics)
         objects = objects_of(written, runner, data)
         fp32 = _metrics_of_floats(run, data, staging / "fp32", config.model) if config.quantize.aware else {}
@@ -213,11 +215,7 @@ def _cost_of_helpers(written: ModelFile, runner: OnnxRunner) -> str:
     return str(found or "")
 
 
-def _worst_samples(opened: RunAsRead, runner: OnnxRunner, data: EvaluationData) -> WorstSamples | None:
-    rows = data.rows
-    if rows is None:
-        return None
-    losses = data.new_metrics(runner.outputs).losses
+def _worst_samples(opened: RunAsRead, losses: Losses, rows: Shards) -> WorstSamples:
     inputs = [info.name for info in opened.signature.inputs]
     return WorstSamples(losses, rows, image_inputs(opened.config.data, opened.signature), inputs)
 

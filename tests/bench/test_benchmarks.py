@@ -75,6 +75,7 @@ def test_an_update_is_timed_beside_the_loop_written_by_hand() -> None:
     assert found["onward_ms"] > 0 < found["handwritten_ms"]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_bubble_of_a_pipeline_is_measured() -> None:
     cases = [(*schedule, 2) for schedule in pipeline_bubble.SCHEDULES]

@@ -289,7 +289,7 @@ ROLES = {role.__name__: role for role in (die_saving, die_replacing, die_keeping
 
 
 def play(role: Callable[[Path], None], folder: Path, *before: str, each: int = 1) -> None:
-    """Run a role in a process of its own; its assertions are ours. each: 4 = before every fourth call."""
+    """Run a role in a process of its own; its assertions are ours. each: 12 = before every twelfth call."""
     command = [*before, sys.executable, "-m", PROGRAM, role.__name__, str(folder)]
     played = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", EACH: str(each)}, capture_output=True, text=True

@@ -121,7 +121,7 @@ class Everything(nn.Module):
         return torch.cat([*parts, self.tied(x[:, :11]), self.unbiased(x[:, :13])], 1)
 
 
-@pytest.fixture(scope="module", params=["dynamo", "TorchScript"])
+@pytest.fixture(scope="module", params=[pytest.param("dynamo", marks=pytest.mark.slow), "TorchScript"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
     path, example = tmp_path_factory.mktemp("merged") / "m.onnx", (torch.randn(3, WIDE),)
     module = Everything().eval()

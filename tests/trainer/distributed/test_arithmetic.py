@@ -158,6 +158,7 @@ def test_the_momentum_of_weights_without_gradients_becomes_zero_on_all_threads()
     assert switched(sets=True)["tiny"] == 0
 
 
+@pytest.mark.slow
 def test_no_environment_variable_changes_the_products_of_fp32() -> None:
     plain = switched(sets=True)
     given = {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}

@@ -101,6 +101,7 @@ def test_threads_wait_asleep_where_other_programs_compute(
     assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
+@pytest.mark.slow
 def test_it_is_decided_before_torch_is_imported() -> None:
     code = """
 import os, sys

@@ -113,7 +113,8 @@ def test_the_stand_in_refuses_what_a_gpu_refuses_and_records_what_it_waits_for()
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("what", ["sample", pytest.param("suite", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["sample", "suite"])
 def test_no_operator_mixes_devices_and_the_ones_that_wait_for_the_device_are_listed(what):
     found = runs("stand-in", what)
     assert len(found) > (2000 if what == "suite" else 200)

@@ -25,6 +25,7 @@ def dense(*names: str, producer: str = "", node: str = "") -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.slow
 def test_the_kind_and_the_module_of_every_weight_of_a_torch_export_are_read():
     module, records = zoo.build("resnet"), read_records(zoo.export("resnet", "dynamo-20", folded=False))
     for name, _ in module.named_parameters():

@@ -103,6 +103,7 @@ def test_the_gradients_of_albert_are_those_of_the_module():
         np.testing.assert_allclose(gradient, turned, rtol=1e-3, atol=1e-6 * np.abs(expected).max() + 1e-8, err_msg=name)
 
 
+@pytest.mark.slow
 def test_every_copy_of_a_repeated_layer_is_written_with_the_trained_value(exported):
     _, model = exported
     stored = [name for name, of in read_records(model).originals.items() if of == "query.weight"]

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import importlib.util
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -28,7 +27,7 @@ from onward.flows.configuration import (
     prefect_at_home,
 )
 from onward.flows.running.stop_signals import acknowledged_interrupt, exit_on_sigterm
-from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
+from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable, say
 from onward.trainer.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def _begin(layers: Callable[[], Given], named: NamedRun | None = None) -> RunOut
 
     asked_ms = time.time_ns() // 1_000_000
     with live_view() as view:
-        print("onward: checking the configuration, the model and the data", file=sys.stderr, flush=True)
+        say("checking the configuration, the model and the data")
         with no_run_yet():
             given = layers()
             resolved, where = given.checked_here(), given.layered().origins
@@ -140,7 +139,7 @@ def resume(
     from onward.flows.running.resuming import check_settings, checked_run, outcome_if_finished
     from onward.tasks.checks.file_check import check_files
     from onward.trainer.run.directory import read_config
-    from onward.trainer.run.records import read_record
+    from onward.trainer.run.records import record_if_written
     from onward.trainer.run.remote.local_copies import LocalCopies
 
     asked_ms = time.time_ns() // 1_000_000
@@ -152,7 +151,7 @@ def resume(
         return outcome
     if not accept_config:
         check_settings(found, accept=False)
-    known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
+    known = record_if_written(found.remote, LocalCopies)
     with live_view() as view:
 
         def check(sections: Mapping[str, Any]) -> list[str]:
@@ -200,11 +199,11 @@ def _train(
         prefect_server(),
     ):
         mlflow_import.join()  # what follows imports the packages that MLflow imports, too
-        print("onward: opening the flow in Prefect", file=sys.stderr, flush=True)
+        say("opening the flow in Prefect")
         run, flow_run = create_flow_run(config, resume=resume, named=named, asked_ms=asked_ms)
         paused.close()
         try:
-            print(f"onward: run {flow_run.name} in {run.root}", file=sys.stderr)
+            say(f"run {flow_run.name} in {run.root}")
             if not resume:
                 record_origins(run, origins_of(config, origins), flat_settings(config))
             with flow_log(run):
@@ -215,7 +214,7 @@ def _train(
             if isinstance(error, OnwardError) and error.exit_code == ConfigError.exit_code and not resume:
                 error.add_note(f"{flow_run.name} has begun, and stays in {run.root} and in Prefect as failed")
             if has_begun(run) and not would_end_again(type(error).__name__):
-                print(f"onward: {how_to_continue(run)}", file=sys.stderr)
+                say(f"{how_to_continue(run)}")
             raise
     return outcome_of(run, config.data, config.losses, config.checkpoint, exported)
 

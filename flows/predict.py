@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from onward.flows.configuration import AnyPath, Overrides
-from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.errors import ConfigError, DataError, say
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -256,4 +255,4 @@ def _file_of(source: str) -> tuple[Path, RunConfig | None]:
 
 def print_progress(rows: int, elapsed_s: float) -> None:
     """Print how many rows are predicted, and how fast, on stderr."""
-    print(f"onward: {rows:,} rows, {rows / elapsed_s:,.0f} rows/s", file=sys.stderr, flush=True)
+    say(f"{rows:,} rows, {rows / elapsed_s:,.0f} rows/s")

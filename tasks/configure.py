@@ -8,7 +8,6 @@ The directory is named after the Prefect flow run, so a Retry in Prefect (the sa
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,7 +45,7 @@ from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import accepted_changes, refuse_edited, write_settings
 from onward.trainer.run.names import name_of
 from onward.trainer.run.recorded.sweep_records import membership
-from onward.trainer.run.records import Rehearsal, RunIdentity, read_record, record_if_written, write_record
+from onward.trainer.run.records import Rehearsal, RunIdentity, read_record, record_if_written, utc_now, write_record
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
 
 log = logging.getLogger(__name__)
@@ -258,7 +257,7 @@ def _new_identity(run: RunDir, name: str, monitor: MonitorConfig, *, is_trial: b
         name=name,
         # the name of a trial is the sweep's, with its number behind it
         config_name=name.rpartition("-")[0] if is_trial else name,
-        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created_at=utc_now(),
         model_sha256="",
         tracking_uri=store_of(monitor),
         git_commit=commit_of(Path.cwd()),

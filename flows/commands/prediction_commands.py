@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from onward.flows import predict as api
 from onward.flows.commands.common import Boxes, Json, print_facts, print_json, with_boxes
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, say
 
 BadRows = StrEnum("BadRows", ["fail", "skip"])
 SHOWN_ROWS = 20
@@ -128,7 +127,7 @@ def _print_rows(found: Any, top: int, *, as_json: bool) -> None:
     heads = tuple(first[0])
     table((tuple(map(_cell, row.values())) for row in first[:SHOWN_ROWS]), heads=heads)
     for row, why in found.bad.items():
-        print(f"onward: skipped {row}: {why}", file=sys.stderr)
+        say(f"skipped {row}: {why}")
     if len(first) > SHOWN_ROWS:
         print(f"... -o FILE.csv writes all rows, not only the first {SHOWN_ROWS}")
 
@@ -192,5 +191,5 @@ def evaluate(
         print_json({"rows": found.rows, "metrics": found.metrics, "guessed": found.guessed, **skipped})
         return
     for line in found.guessed:
-        print(f"onward: {line}", file=sys.stderr)
+        say(f"{line}")
     print_facts({"rows": found.rows, **found.metrics, **skipped}, as_json=False)

@@ -22,7 +22,7 @@ from onward.flows.commands.common import (
     print_json,
 )
 from onward.flows.running import verify_run
-from onward.trainer.errors import CheckpointError, ConfigError
+from onward.trainer.errors import CheckpointError, ConfigError, say
 
 if TYPE_CHECKING:
     from onward.flows.run_state.run_status import RunOutcome
@@ -244,7 +244,7 @@ def runs(
     heads, rows = rows_of(shown, width)
     table(rows, heads=heads)
     if len(shown) < len(selected):
-        print(f"onward: the newest {len(shown)} of {len(selected)}; --all shows all", file=sys.stderr)
+        say(f"the newest {len(shown)} of {len(selected)}; --all shows all")
     for each in shown:
         if each["state"] == "damaged":
             print(f"{each['name'] or each['run_id']} is damaged: {each['error']}", file=sys.stderr)

@@ -7,7 +7,6 @@ import datetime
 import json
 import operator
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -28,6 +27,7 @@ from onward.trainer.errors import (
     CheckpointError,
     ConfigError,
     OnwardError,
+    say,
 )
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_config
@@ -93,10 +93,10 @@ def how_to_train_further(run: RunDir) -> str:
     ways += [f"checkpoint.load={saved[-1]}"] if saved else []
     if not ways:
         return "start a new run: `onward run CONFIG SECTION.KEY=VALUE`"
-    which = " (its exported file)" * run.exported.exists() + " (its newest checkpoint)" * (not run.exported.exists())
+    which = "exported file" if run.exported.exists() else "newest checkpoint"
     other = f"; or with {ways[1]} (its newest checkpoint)" if len(ways) > 1 else ""
     return (
-        f"start a new run that begins with its weights: `onward run CONFIG {ways[0]} SECTION.KEY=VALUE`{which}{other}"
+        f"start a new run that begins with its weights: `onward run CONFIG {ways[0]} SECTION.KEY=VALUE` (its {which}){other}"
     )
 
 
@@ -197,10 +197,9 @@ def clean_downloads(days: float) -> Cleaned:
 
     Of the shard files of servers only those stay that are being read.
     """
-    fetched = [run for run in all_runs() if run.remote.exists()]
     needed: list[Path] = []
-    for run in fetched:
-        if not run.exported.exists():
+    for run in all_runs():
+        if run.remote.exists() and not run.exported.exists():
             needed += [copy.path for copy in read_record(run.remote, LocalCopies).copies]
     cleaned = clean(download_cache(), needed, days)
     if not streamed_files().is_dir():
@@ -264,9 +263,7 @@ def chosen(text: str, known: Sequence[Named[T]], *, kind: str) -> T:
     of_configuration = [candidate for candidate in known if text == candidate.config_name]
     if exact := [candidate for candidate in known if candidate.is_called(text)]:
         if others := [candidate for candidate in of_configuration if candidate is not exact[0]]:
-            print(
-                f"onward: {text}: {exact[0]}; it is also a configuration's name, of {listed(others)}", file=sys.stderr
-            )
+            say(f"{text}: {exact[0]}; it is also a configuration's name, of {listed(others)}")
         return exact[0].what
     by_id: list[Named[T]] = []
     by_name: list[Named[T]] = []
@@ -278,7 +275,7 @@ def chosen(text: str, known: Sequence[Named[T]], *, kind: str) -> T:
     if len(meant) == 1:
         if by_name:
             of = f"the newest of {len(by_name)}" if len(by_name) > 1 else "the only one"
-            print(f"onward: {text}: {meant[0]}, {of} of that name", file=sys.stderr)
+            say(f"{text}: {meant[0]}, {of} of that name")
         return meant[0].what
     if meant:
         raise ConfigError(
@@ -336,14 +333,13 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
     best = [info.path for info in known if info.best]
     if best and read_config(run).export.checkpoint == "best":
         return run, best[0]
-    newest = newest_complete(run)
-    if newest is None and (damaged := [path.name for path in (*list_checkpoints(run), *list_damaged(run))]):
+    if newest := newest_complete(run):
+        return run, newest.path
+    if damaged := [path.name for path in (*list_checkpoints(run), *list_damaged(run))]:
         raise all_damaged(run, sorted({name.removesuffix(".damaged") for name in damaged}, reverse=True))
-    if newest is None:
-        raise CheckpointError(
-            f"{reference_to(run)} has no complete checkpoint yet; `{command_to_continue(run)}` continues training"
-        )
-    return run, newest.path
+    raise CheckpointError(
+        f"{reference_to(run)} has no complete checkpoint yet; `{command_to_continue(run)}` continues training"
+    )
 
 
 def stop_limit_s(run: RunDir) -> float:

@@ -10,7 +10,6 @@ The space for the record is taken when the flow begins, so that a full disk has 
 
 from __future__ import annotations
 
-import datetime
 import logging
 import signal
 from types import TracebackType
@@ -28,6 +27,7 @@ from onward.trainer.errors import OnwardError, Stopped, StorageUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.outcomes.refusals import known_error, recorded_error, unexpected
 from onward.trainer.run.outcomes.run_ending import RunEnding, begin, end, ending_of
+from onward.trainer.run.records import utc_now
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,10 @@ class Ending:
             own = own_error(error, self._run)
             self._write("failed", own)
             if isinstance(own, StorageUnavailable):
-                _expect_no_answer()
+                # Prefect's client tries twice only from now on, and says nothing of it: its server may be on the disk
+                # that fails; by default each call, and each part of the log, would be tried for a minute
+                get_current_settings().client.max_retries = 1
+                logging.raiseExceptions = False
             what = {
                 "error": type(own).__name__,
                 "message": "\n".join(own.problems),
@@ -94,29 +97,19 @@ class Ending:
     def _write(self, status: Any, error: OnwardError | None = None, *, exit_status: int | None = None) -> None:
         if exit_status is None:
             exit_status = error.exit_code if error else 0
-        flow_run_id = runtime.flow_run.get_id() or ""
         record = RunEnding(
             status=status,
             exit_status=exit_status,
             error=type(error).__name__ if error else "",
             problems=error.problems if error else (),
-            flow_run_id=flow_run_id,
-            at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            flow_run_id=runtime.flow_run.get_id() or "",
+            at=utc_now(),
         )
         try:
             end(self._run, record)
         except OSError as failed:  # it must not hide the error that it records, which may say the same
             if not isinstance(error, StorageUnavailable):
                 log.warning("%s cannot be written: %s", self._run.flow_ending, failed)
-
-
-def _expect_no_answer() -> None:
-    """Let Prefect's client try twice only from now on, and say nothing of it: its server may be on the disk that fails.
-
-    By default each call, and each part of the log, would be tried for a minute.
-    """
-    get_current_settings().client.max_retries = 1
-    logging.raiseExceptions = False
 
 
 def own_error(error: Exception, run: RunDir) -> OnwardError:

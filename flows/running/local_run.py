@@ -22,7 +22,7 @@ from onward.infra.mlflow.tracking import Status
 from onward.infra.servers import service_definitions, services
 from onward.infra.servers.login import keep_from_others
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.errors import RuntimeUnavailable, say
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.names import name_of
@@ -71,11 +71,11 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
                 if not start and not {"prefect", "worker"} <= services.running(home).keys():
                     raise services.ServiceError("no Prefect server with a worker runs; start both with `onward up`")
                 if "prefect" not in services.running(home):
-                    print("onward: starting a Prefect server on 127.0.0.1", file=sys.stderr)
+                    say("starting a Prefect server on 127.0.0.1")
                 server = services.ensure(home, ["prefect"])["prefect"]
                 if other := services.beside(home):
                     said = f"the Prefect server of this home is on {other}, and this host has one for its own runs"
-                    print(f"onward: {said}; PREFECT_API_URL names one for all hosts", file=sys.stderr)
+                    say(f"{said}; PREFECT_API_URL names one for all hosts")
                 environment = service_definitions.environment(home, prefect_url=server)
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from onward.flows.api import require_flow
 from onward.flows.configuration import Config, Given, Overrides
 from onward.flows.running.stop_signals import exit_on_sigterm
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, say
 
 if TYPE_CHECKING:
     from onward.flows.sweeps.outcome import SweepOutcome
@@ -96,13 +95,13 @@ def _run_sweep(sweep_id: str) -> SweepOutcome:
 
     folder = SweepDir.of(sweep_id)
     with exit_on_sigterm(), prefect_server():
-        print(f"onward: sweep {folder.root}", file=sys.stderr)
+        say(f"sweep {folder.root}")
         from onward.flows.sweep import run_sweep  # imports Prefect, which reads the environment of the server
 
         try:
             run_sweep(folder)
         except BaseException:
             if not folder.result.exists():
-                print(f"onward: to continue the sweep: onward sweep --resume {sweep_id}", file=sys.stderr)
+                say(f"to continue the sweep: onward sweep --resume {sweep_id}")
             raise
     return outcome_of(folder)

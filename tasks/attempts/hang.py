@@ -22,7 +22,7 @@ def record_hang(
     own, or that a signal ended first, is the cause in any other case. output: the end of the log.
     """
     dumps = {rank: _read(run, attempt, rank) for rank in range(world_size)}
-    errors = {rank: _error(run, attempt, rank) for rank in dumps}
+    errors = {rank: record_if_written(run.rank_error(attempt, rank), RankError) for rank in dumps}
     waited_in_vain = set()
     for rank, error in errors.items():
         if error is not None and error.secondary and TIMED_OUT.search(error.cause):
@@ -45,7 +45,11 @@ def record_hang(
         if not gave_up:
             return False  # the signal is the cause, also if another rank was stopped at that time
     # what each rank did at the end: the one that does not wait in a collective is the suspect
-    stacks = {rank: _stack(text, errors[rank]) for rank, text in dumps.items()}
+    stacks = {}
+    for rank, text in dumps.items():
+        error = errors[rank]
+        # a rank that raised has ended by itself, and wrote its exception
+        stacks[rank] = parse_exception(error.traceback) if error else parse_stacks(text)
     write_durably(run.stacks(attempt), _all_stacks(stacks, dumps, errors).encode())
     hang = explain_hang(stacks, stopped=outcome.stopped_ranks)
     # in place of what it wrote itself, if anything: that it lost the others
@@ -56,21 +60,12 @@ def record_hang(
     return True
 
 
-def _stack(dump: str, error: RankError | None) -> RankStack:
-    # a rank that raised has ended by itself, and wrote its exception
-    return parse_exception(error.traceback) if error is not None else parse_stacks(dump)
-
-
 def _read(run: RunDir, attempt: int, rank: int) -> str:
     """Return what a rank wrote when it was ended; else what its own watchdog wrote."""
     for path in (run.stack(attempt, rank), run.traceback(attempt, rank)):
         if path.exists() and (text := path.read_text(errors="replace")):
             return text
     return ""
-
-
-def _error(run: RunDir, attempt: int, rank: int) -> RankError | None:
-    return record_if_written(run.rank_error(attempt, rank), RankError)
 
 
 def _all_stacks(stacks: dict[int, RankStack], dumps: dict[int, str], errors: dict[int, RankError | None]) -> str:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onward.trainer.checkpoint.retention import list_checkpoints
+from onward.trainer.checkpoint.retention import list_checkpoints, step_in
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.run.adjustments import Adjustments, smaller_micro_batches, with_adjustments
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.outcomes.ending_kinds import ENDINGS
-from onward.trainer.run.records import read_record, write_record
+from onward.trainer.run.records import record_if_written, write_record
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 60.0
@@ -29,7 +29,7 @@ FIRST_STEPS = 2
 def newest_checkpoint(run: RunDir) -> int:
     """Return the step of the newest checkpoint by its name; 0 if there is none. Its bytes are not read."""
     found = list_checkpoints(run)
-    return int(found[-1].name.removeprefix("step-")) if found else 0
+    return step_in(found[-1].name) if found else 0
 
 
 def retry_number(earlier: Sequence[AttemptEnding], checkpoint: int) -> int:
@@ -76,7 +76,7 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
 
 def adjustments(run: RunDir) -> Adjustments:
     """Return what was changed of the run's configuration so far."""
-    return read_record(run.adjusted, Adjustments) if run.adjusted.exists() else Adjustments()
+    return record_if_written(run.adjusted, Adjustments) or Adjustments()
 
 
 def _adjust(run: RunDir, changes: Adjustments | None, *, rows: int) -> str:

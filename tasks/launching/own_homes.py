@@ -52,7 +52,7 @@ CHECKPOINT_S = 120.0
 
 def note_own_homes(run: RunDir, hosts: tuple[str, ...]) -> None:
     """Add hosts to those that have a home of their own."""
-    known = read_record(run.networks, Networks) if run.networks.exists() else Networks(networks=())
+    known = record_if_written(run.networks, Networks) or Networks(networks=())
     if added := set(hosts) - set(known.own_homes):
         write_record(run.networks, known.model_copy(update={"own_homes": tuple(sorted({*known.own_homes, *added}))}))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 from onward.trainer.data.batches.sample_stream import SampleStream
@@ -66,7 +66,8 @@ class ShardReadAhead:
             self._shards.close_files()
         self._here = here
         # an error is kept for whoever waits
-        self._reading = [each for each in self._reading if not each.done() or each.exception()]
+        ended, running = wait(self._reading, timeout=0)
+        self._reading = [*running, *(each for each in ended if each.exception())]
         epoch, place = divmod(position, self._stream.num_rows)
         behind = position - place % self._stream.window + self._stream.window
         # the next window may be the first one of the next epoch

@@ -21,6 +21,7 @@ from onward.flows.configuration import (
     Config,
     Given,
     Overrides,
+    changes_in,
     checked_config,
     config,
     origins,
@@ -143,7 +144,7 @@ def resume(
     from onward.trainer.run.remote.local_copies import LocalCopies
 
     asked_ms = time.time_ns() // 1_000_000
-    changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+    changes: list[Override] = changes_in(overrides)
     if is_in_store(run):
         run = fetch_run(run, lambda _: changes, allow_code=allow_code).root.name
     found = checked_run(run, changes, from_start=from_start)
@@ -198,7 +199,7 @@ def _train(
         made_ahead(store_of(config.monitor)) as mlflow_import,
         prefect_server(),
     ):
-        mlflow_import.join()  # what follows imports the packages that MLflow imports, too
+        mlflow_import.result()  # what follows imports the packages that MLflow imports, too
         say("opening the flow in Prefect")
         run, flow_run = create_flow_run(config, resume=resume, named=named, asked_ms=asked_ms)
         paused.close()

@@ -24,6 +24,11 @@ Overrides: TypeAlias = "Mapping[str, Any] | Iterable[str]"
 """Settings that replace those of a configuration: {"train.num_steps": 10}, or lines such as "train.num_steps=10"."""
 
 
+def changes_in(overrides: Overrides) -> list[Any]:
+    """Return overrides as `load_config` takes them: pairs of setting and value, or lines."""
+    return [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+
+
 @dataclass(frozen=True)
 class Given:
     """What was given, ready for `load_config`."""
@@ -39,8 +44,10 @@ class Given:
         """Find files and examples by their names. Raises ConfigError when there is neither."""
         from onward.flows.examples import Example, find_config
 
+        given: list[Any] = [config]
         # a string is a sequence, too, but names one file
-        given = [config] if isinstance(config, str | os.PathLike | Mapping) or not _is_several(config) else list(config)
+        if isinstance(config, Sequence) and not isinstance(config, str):
+            given = list(config)
         layers: list[Any] = []
         examples: list[Example] = []
         for each in given:
@@ -51,10 +58,7 @@ class Given:
                 layers += [found.config, {"model": {"path": found.model}}]
             else:
                 layers.append(found)
-        changes: list[Override] = [
-            *(overrides.items() if isinstance(overrides, Mapping) else overrides),
-            *sections.items(),
-        ]
+        changes = [*changes_in(overrides), *sections.items()]
 
         def check(sections: Mapping[str, Any]) -> list[str]:
             from onward.tasks.checks.file_check import check_files  # here: it takes a second to import
@@ -132,10 +136,6 @@ def check_all_rows(config: RunConfig) -> None:
         _, manifest, _ = make_training_shards(completed(config), folder)
         if problems := list(single_classes(config.losses, manifest.table, manifest.fitted, is_short=not config.loss)):
             raise ConfigError(problems)
-
-
-def _is_several(config: object) -> bool:
-    return isinstance(config, Sequence) and not isinstance(config, str)
 
 
 def config(config: Config, overrides: Overrides = (), /, *, profile: str = "", **sections: Any) -> RunConfig:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from onward.flows.configuration import AnyPath, Overrides
+from onward.flows.configuration import AnyPath, Overrides, changes_in
 from onward.trainer.errors import ConfigError, DataError, say
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def evaluate(
 
     opened = open_model(source)
     guessed: tuple[str, ...] = ()
-    changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+    changes = changes_in(overrides)
     if _finds_boxes(opened, changes):
         from onward.flows.box_evaluation import measure_boxes
 

@@ -152,12 +152,9 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         chosen = CHOSEN if given.parallel.memory_gib else {*CHOSEN, "parallel.memory_gib"}
         before = {key: value for key, value in before.items() if key not in chosen}
         now = {key: value for key, value in now.items() if key not in chosen}
-    if given.model.fixed_batch == "auto":
-        before["model.fixed_batch"] = "auto"
-    if given.precision.compute == "auto":
-        before["precision.compute"] = "auto"
-    if given.graph.compile == "auto":
-        before["graph.compile"] = "auto"
+    for key in ("model.fixed_batch", "precision.compute", "graph.compile"):
+        if now[key] == "auto":
+            before[key] = "auto"
     # the best value that is saved keeps its meaning: `stop` has limits alone
     for name in type(saved.stop).model_fields:
         before[f"stop.{name}"] = now[f"stop.{name}"]
@@ -168,7 +165,7 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         )
 
 
-def _log(found: Rehearsal, crowded: str = "") -> None:
+def _log(found: Rehearsal, crowded: str) -> None:
     """Log what the rehearsal found: Prefect's page and the terminal of `onward run` show it."""
     log.info("%s", found.summary)
     if crowded:
@@ -223,7 +220,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     trial = membership(run)
     name = name_of(run, config.name, wanted=config.name if trial else "")
     identity = known or _new_identity(run, config.name, config.monitor, is_trial=trial is not None)
-    current = {"run_id": run.root.name, "name": name, "prefect_url": _prefect_url()}
+    current = {"run_id": run.root.name, "name": name, "prefect_url": prefect_url()}
     identity = identity.model_copy(update=current | {"model_sha256": digest, "code_sha256": code})
     try:
         tracker = tracking.Tracker(identity.tracking_uri)
@@ -273,7 +270,7 @@ def _model_of_checkpoint(run: RunDir) -> str:
     return ""
 
 
-def _prefect_url() -> str:
+def prefect_url() -> str:
     """Return the address of the flow run's page; empty outside of a flow."""
     flow_run_id = runtime.flow_run.get_id()
     ui = get_current_settings().ui_url

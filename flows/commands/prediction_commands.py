@@ -101,8 +101,7 @@ def predict(
             write_masks(path, found, overwrite=overwrite)
         else:
             write_predictions(path, found, top=top, overwrite=overwrite)
-        facts: dict[str, Any] = {"path": str(output), "rows": found.num_rows}
-        print_facts({**facts, **_skipped(found.bad)}, as_json=as_json)
+        print_facts({"path": output, "rows": found.num_rows, **_skipped(found.bad)}, as_json=as_json)
     else:
         _print_rows(found, top, as_json=as_json)
 

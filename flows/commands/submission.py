@@ -71,14 +71,13 @@ def submit(
     found = api.config(files, changes, profile=profile)
     if name == found.name:
         raise ConfigError(f"--name {name} is the name of the configuration; the run needs one of its own")
+    words = [*changes, *(["--profile", profile] if profile else [])]
     if on is Scheduler.kubernetes:
         from onward.flows.submitting.kubernetes_manifests import Pods, manifests_of
 
-        said = [*changes, *(["--profile", profile] if profile else [])]
-        print(manifests_of(name, found, files, said, Pods(kind.value, image, claim, nodes)), end="")
+        print(manifests_of(name, found, files, words, Pods(kind.value, image, claim, nodes)), end="")
         return
-    words = [str(Path(file).resolve()) if Path(file).is_file() else file for file in files]
-    words += [*changes, *(["--profile", profile] if profile else [])]
+    words = [*(str(Path(file).resolve()) if Path(file).is_file() else file for file in files), *words]
     script = slurm_script.script_of(name, found.launch, found.parallel, words, nodes=nodes, options=sbatch or ())
     if dry_run:
         print(script, end="")

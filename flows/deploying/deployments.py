@@ -144,7 +144,7 @@ def _facts(client: SyncPrefectClient, found: DeploymentResponse) -> DeploymentFa
         schedule=", ".join(map(_when, found.schedules)) or "by hand",
         paused=paused,
         next_at=next_at,
-        running=sum(_is_running(run) for run in begun),
+        running=sum(run.state_type == "RUNNING" for run in begun),
         waiting=waiting,
     )
     if not begun:
@@ -157,10 +157,6 @@ def _facts(client: SyncPrefectClient, found: DeploymentResponse) -> DeploymentFa
 def _has_run(run: FlowRun) -> bool:
     """Return whether a run has begun; one that was skipped while it waited has an end, and never began."""
     return bool(run.start_time and run.run_count)
-
-
-def _is_running(run: FlowRun) -> bool:
-    return run.state_type is not None and run.state_type.value == "RUNNING"
 
 
 def _when(schedule: DeploymentSchedule) -> str:

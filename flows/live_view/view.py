@@ -126,9 +126,7 @@ class LiveView:
 
 
 @contextlib.contextmanager
-def live_view(
-    run: RunDir | None = None, *, stream: TextIO | None = None, name: str = "", tick_s: float = TICK_S
-) -> Iterator[LiveView]:
+def live_view(run: RunDir | None = None, *, stream: TextIO | None = None, tick_s: float = TICK_S) -> Iterator[LiveView]:
     """Show a run on `stream` (default: stderr) while the body runs: a live view in a terminal, else lines.
 
     run: None if it has no directory yet; `attach` names it then. What is printed on `stream` inside, and by log
@@ -137,7 +135,7 @@ def live_view(
     stream = stream or sys.stderr
     view = LiveView(stream)
     if run is not None:
-        view.attach(run, name)
+        view.attach(run)
         view.facts.read()
     done = threading.Event()
 
@@ -159,13 +157,13 @@ def live_view(
             view.stop()
 
 
-def follow(run: RunDir, *, tick_s: float = TICK_S) -> None:
+def follow(run: RunDir) -> None:
     """Show a run on stderr until no flow works on it any more."""
     from onward.flows.run_state.runs import is_running
 
-    with live_view(run, tick_s=tick_s):
+    with live_view(run):
         while is_running(run):
-            time.sleep(tick_s)
+            time.sleep(TICK_S)
 
 
 class _Above:

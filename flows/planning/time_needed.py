@@ -186,9 +186,10 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
             "the machine is free, if it will be during the run"
         )
     evaluations = number_of_evaluations(config.train, rows)
-    evaluation_s = pace.evaluation_s * rows.evaluation / pace.evaluation_rows if pace.evaluation_rows else None
-    evaluation_s = evaluation_s if rows.evaluation else None
-    if evaluation_s is None:
+    evaluation_s = None
+    if pace.evaluation_rows and rows.evaluation:
+        evaluation_s = pace.evaluation_s * rows.evaluation / pace.evaluation_rows
+    else:
         guessed.append("evaluations are not in the total")
     setup_s = pace.setup_s + pace.compile_s
     steps_s = steps * pace.step_s if steps else None

@@ -143,4 +143,4 @@ def markdown(facts: RunFacts) -> str:
 
 def _cell(text: str) -> str:
     """Return text without what Markdown would read: pipes, tags, line breaks."""
-    return text.translate(str.maketrans({"&": "&amp;", "<": "&lt;", "|": "&#124;", "\n": " "}))
+    return text.translate({ord("&"): "&amp;", ord("<"): "&lt;", ord("|"): "&#124;", ord("\n"): " "})

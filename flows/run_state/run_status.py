@@ -216,14 +216,14 @@ def _why(error: RankError | None, cause: Cause | None, *, failed: bool) -> dict[
 def _texts_of_records(run: RunDir) -> dict[str, str]:
     """Return the fields that are of records which a run may not have yet; "" for an absent one."""
     texts = dict.fromkeys(("rehearsal", "trial", "ending", "model", "report", "store"), "")
-    if run.rehearsal.exists():
-        texts["rehearsal"] = read_record(run.rehearsal, Rehearsal).summary
+    if rehearsal := record_if_written(run.rehearsal, Rehearsal):
+        texts["rehearsal"] = rehearsal.summary
     if trial := membership(run):
         texts["trial"] = f"{trial.number} of sweep {trial.sweep_id}"
     if attempts := endings(run):
         texts["ending"] = f"{attempts[-1].kind}: {attempts[-1]}"
-    if run.exported.exists():
-        texts["model"] = str(read_record(run.exported, ExportedModel).path)
+    if exported := record_if_written(run.exported, ExportedModel):
+        texts["model"] = str(exported.path)
     if run.report.exists():
         texts["report"] = str(run.report)
     if sending := record_if_written(record_in(run), Sending):
@@ -290,9 +290,9 @@ def remarks_of(run: RunDir) -> tuple[str, ...]:
 
 def _data(run: RunDir) -> str:
     """Return what the manifest of the shards says of computed columns; "" as long as there are no shards."""
-    if not (path := run.shards / "manifest.json").exists():
+    manifest = record_if_written(run.shards / "manifest.json", ShardManifest)
+    if manifest is None:
         return ""
-    manifest = read_record(path, ShardManifest)
     said = (
         manifest.preprocessing,
         describe_masks(read_config(run).data, manifest.fitted),
@@ -364,8 +364,7 @@ def _results(run: RunDir) -> Iterator[AttemptResult]:
 
 def _newest_result(run: RunDir) -> AttemptResult | None:
     """Return the result of the newest attempt; None if it left none."""
-    path = run.result(run.current_attempt)
-    return record_if_written(path, AttemptResult)
+    return record_if_written(run.result(run.current_attempt), AttemptResult)
 
 
 def _worst(confusions: Iterable[ConfusionMatrix], run: RunDir) -> Iterator[str]:

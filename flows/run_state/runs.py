@@ -95,9 +95,8 @@ def how_to_train_further(run: RunDir) -> str:
         return "start a new run: `onward run CONFIG SECTION.KEY=VALUE`"
     which = "exported file" if run.exported.exists() else "newest checkpoint"
     other = f"; or with {ways[1]} (its newest checkpoint)" if len(ways) > 1 else ""
-    return (
-        f"start a new run that begins with its weights: `onward run CONFIG {ways[0]} SECTION.KEY=VALUE` (its {which}){other}"
-    )
+    command = f"`onward run CONFIG {ways[0]} SECTION.KEY=VALUE` (its {which})"
+    return f"start a new run that begins with its weights: {command}{other}"
 
 
 @contextlib.contextmanager
@@ -155,8 +154,8 @@ def end_mlflow_run(run: RunDir, status: Status) -> None:
         with contextlib.suppress(TrackingError, ImportError, AttributeError):
             tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
             tracker.set_status(status)
-            if (report := run.root / "report.html").exists():
-                tracker.log_file(report)
+            if run.report.exists():
+                tracker.log_file(run.report)
 
 
 def all_runs() -> list[RunDir]:

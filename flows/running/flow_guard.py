@@ -97,12 +97,13 @@ class Ending:
     def _write(self, status: Any, error: OnwardError | None = None, *, exit_status: int | None = None) -> None:
         if exit_status is None:
             exit_status = error.exit_code if error else 0
+        flow_run_id = runtime.flow_run.get_id() or ""
         record = RunEnding(
             status=status,
             exit_status=exit_status,
             error=type(error).__name__ if error else "",
             problems=error.problems if error else (),
-            flow_run_id=runtime.flow_run.get_id() or "",
+            flow_run_id=flow_run_id,
             at=utc_now(),
         )
         try:

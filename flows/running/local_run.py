@@ -83,7 +83,11 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
         before = dict(os.environ)
         os.environ.update(environment)
         keep_from_others(environment["PREFECT_API_URL"], os.environ.get("PREFECT_API_AUTH_STRING", ""))
-        _reread_prefect_settings()
+        # Prefect reads the environment again, if it was imported before: a script may call `onward.run` twice
+        if "prefect.context" in sys.modules:
+            from prefect.context import refresh_global_settings_context
+
+            refresh_global_settings_context()
         try:
             yield environment["PREFECT_API_URL"]
         except Exception as error:
@@ -101,14 +105,6 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
             for name in environment:
                 os.environ.pop(name)
                 os.environ.update({name: before[name]} if name in before else {})
-
-
-def _reread_prefect_settings() -> None:
-    """Let Prefect read the environment again, if it was imported before: a script may call `onward.run` twice."""
-    if "prefect.context" in sys.modules:
-        from prefect.context import refresh_global_settings_context
-
-        refresh_global_settings_context()
 
 
 def create_flow_run(
@@ -232,7 +228,7 @@ def _how_it_ended(flow_run_id: UUID, run: RunDir) -> tuple[State[object], Status
 
 def _may_be_orphan(flow_run: FlowRun, run: RunDir) -> bool:
     """Return whether a flow run that nothing runs belongs to this machine and is not about to begin."""
-    if flow_run.state_type and flow_run.state_type.value == "PENDING":
+    if flow_run.state_type == "PENDING":
         # a pending trial waits for its turn as long as its sweep runs
         if flow_run.parent_task_run_id and (trial := membership(run)):
             return not is_running(RunDir(SweepDir.of(trial.sweep_id).root))

@@ -26,7 +26,7 @@ from onward.flows.run_state.run_index import listed_runs
 from onward.infra.servers.service_state import try_lock
 from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import ConfigError, shown, say
+from onward.trainer.errors import ConfigError, say, shown
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.names import owner_of

@@ -82,18 +82,11 @@ def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome 
     config = load_config(read_config(run, "given"), changes)
     if not is_finished(run, config.stop, config.checkpoint):
         return None
-    send_to_store(run)
-    say(
-        f"{reference_to(run)} is finished, and nothing was started. To train further, "
-        f"{how_to_train_further(run)}"
-    )
-    kept = read_config(run)
-    return outcome_of(run, kept.data, kept.losses, kept.checkpoint, read_record(run.exported, ExportedModel))
-
-
-def send_to_store(run: RunDir) -> None:
-    """Send to the store of a run that is finished what could not be sent before."""
+    # what could not be sent before
     sending = record_if_written(record_in(run), Sending)
     if sending is not None and not sending.ended:
         say(f"sending what {sending.url} lacks")
         send_rest(run, log)
+    say(f"{reference_to(run)} is finished, and nothing was started. To train further, {how_to_train_further(run)}")
+    kept = read_config(run)
+    return outcome_of(run, kept.data, kept.losses, kept.checkpoint, read_record(run.exported, ExportedModel))

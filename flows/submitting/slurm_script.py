@@ -24,7 +24,7 @@ from onward.infra.job import slurm_jobs
 from onward.infra.job.slurm_jobs import SlurmError, SlurmJob
 from onward.tasks.attempts.retry_policy import newest_checkpoint
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
-from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable, shown, say
+from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable, say, shown
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.names import owner_of
 

@@ -17,14 +17,13 @@ from onward.trainer.config.layers import Source
 from onward.trainer.config.loading import Check, Override, layered, load_config, settings_of
 from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.config.setting_paths import PATHS, replaced, values_at
+from onward.trainer.data.reading.fetching import MODELS
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 from onward.trainer.run.names import take_name
 from onward.trainer.run.recorded.sweep_records import Sweep, SweepDir, describe_settings
 from onward.trainer.run.records import write_record
 
-REGISTERED = ("model.path", "teacher.path")
-"""Settings that may name a registered model."""
 MAX_TRIALS = 1000
 MAX_NAME = 90
 """Characters of a sweep's name; those of its trials end with their number."""
@@ -80,7 +79,7 @@ def make_sweep(
         raise RuntimeUnavailable(f"{what} needs optuna, which is not installed here: {how_to_install('sweep')}")
     first = load_config(settings, _corner(choices, ranges).items())
     pin = partial(_pinned, monitor=first.monitor)
-    for key in REGISTERED:
+    for key in MODELS:
         settings = replaced(settings, key.split("."), pin)
         choices |= {key: tuple(map(pin, choices[key]))} if key in choices else {}
     sweep_id = str(uuid.uuid4())

@@ -51,8 +51,8 @@ def trial_config(sweep: Sweep, trial: Trial) -> RunConfig:
 
 def begin(folder: SweepDir, plan: Sweep, number: int) -> Trial:
     """Return a trial as it is recorded; of a new one, choose the settings and write its record."""
-    if folder.trial(number).exists():
-        return read_record(folder.trial(number), Trial)
+    if known := record_if_written(folder.trial(number), Trial):
+        return known
     # chosen once and written before the trial begins: a resumed sweep must not choose again
     settings = choose_settings(plan, number, folder.trials(), lambda trial: history(trial, plan.metric))
     trial = Trial(number=number, run_id=str(uuid.uuid4()), settings=settings)

@@ -82,9 +82,7 @@ def with_slots(path: Path, copy: Path) -> Path:
 
 def silent_hosts(hosts: Sequence[str], users: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the hosts that do not answer, each with what ssh said. They are asked at the same time."""
-    if not hosts:
-        return {}
-    with ThreadPoolExecutor(max_workers=min(MOST_ASKED, len(hosts))) as threads:
+    with ThreadPoolExecutor(MOST_ASKED) as threads:
         answers = threads.map(lambda host: why_silent(host, users), hosts)
         return {host: problem for host, problem in zip(hosts, answers, strict=True) if problem}
 
@@ -130,9 +128,7 @@ def ask_programs(
     The program answers as trainer/run/machine/host_report.py describes it. line: how each of its lines begins. limit_s:
     until it must have answered.
     """
-    if not hosts:
-        return {}
-    with ThreadPoolExecutor(max_workers=min(MOST_ASKED, len(hosts))) as threads:
+    with ThreadPoolExecutor(MOST_ASKED) as threads:
         answers = threads.map(lambda host: _converse(host, words, question, line, users, limit_s), hosts)
         return dict(zip(hosts, answers, strict=True))
 

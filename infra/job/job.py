@@ -53,6 +53,8 @@ SAVE = "save-requested"
 
 LAST_S = 30.0
 """Time that the flow has to end after its ranks, before the end of the scheduler's job in which it runs."""
+FREE_S = job_guard.GRACE_S + 5.0
+"""Longest time until the ranks of a killed flow have ended, which may still be saving."""
 Reason: TypeAlias = Literal["exited", "stopped", "silent", "start_timeout", "host_lost", "out_of_time"]
 """Why a job has ended. `stopped`: this process asked for it; ranks that stop without that were signalled by somebody
 else. `host_lost`: a host gave no sign of life. `out_of_time`: the job of Slurm, in which it runs, is about to end."""
@@ -143,7 +145,11 @@ class Job:
             beats = HostBeats(list(read_hostfile(Path(self.ranks.hostfile))) if self.ranks.hostfile else [])
             try:
                 # inside of the try: a disk that takes no record ends the job again
-                _write_job_record(self.run_dir, tag, argv)
+                job = RunningJob(tag, boot_id(), argv, time.strftime("%Y-%m-%dT%H:%M:%S%z"), os.getpid())
+                partial = self.run_dir / ".job.json.partial"
+                partial.write_text(json.dumps(asdict(job), indent=2))
+                # complete or absent, because another process may read it at any time
+                partial.replace(self.run_dir / "job.json")
                 with beats.watched():
                     reason, detected_ms = self._watch(launcher, folder, guard, stopped, beats)
             except BaseException:
@@ -268,9 +274,9 @@ def running_job(run_dir: Path, *, among: Collection[str] | None = None) -> Runni
     return job if runs else None
 
 
-def wait_until_free(run_dir: Path, limit_s: float = job_guard.GRACE_S + 5.0) -> None:
+def wait_until_free(run_dir: Path) -> None:
     """Wait until no process of an earlier job runs; ranks of a killed flow may still be saving. Raises LaunchError."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + FREE_S
     while (job := running_job(run_dir)) is not None:
         if time.monotonic() > deadline:
             raise LaunchError(
@@ -287,14 +293,6 @@ def _read_job_record(run_dir: Path) -> RunningJob | None:
     except (FileNotFoundError, ValueError, TypeError):
         return None
     return job if job.boot == boot_id() else None
-
-
-def _write_job_record(run_dir: Path, tag: str, argv: list[str]) -> None:
-    job = RunningJob(tag, boot_id(), argv, time.strftime("%Y-%m-%dT%H:%M:%S%z"), os.getpid())
-    partial = run_dir / ".job.json.partial"
-    partial.write_text(json.dumps(asdict(job), indent=2))
-    # complete or absent, because another process may read it at any time
-    partial.replace(run_dir / "job.json")
 
 
 # -- ending processes

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from importlib import metadata
 from pathlib import Path
@@ -96,22 +96,19 @@ def translate_errors(
         shown = store.tracking_uri
         try:
             return method(store, *args, **kwargs)
-        except MlflowException as error:
-            status = error.get_http_status_code()  # type: ignore[no-untyped-call]
+        except FileNotFoundError:
+            raise  # of a file that the caller named, not of MLflow's
+        except (MlflowException, OSError, DatabaseError) as error:  # every error of the HTTP client is an OSError
             text = _sentence(error).replace(whole, shown)
             if any(words in text for words in _DAMAGE):
                 raise TrackingUnavailable(_damaged(shown, text)) from error
+            if not isinstance(error, MlflowException):
+                raise TrackingUnavailable(f"MLflow at {shown} cannot be reached: {text}") from error
+            status = error.get_http_status_code()  # type: ignore[no-untyped-call]
             # 429: too many requests, which is over after a while
             if status >= 500 or status == 429:
                 raise TrackingUnavailable(f"MLflow at {shown} reports a temporary error: {text}") from error
             raise TrackingError(f"MLflow at {shown} refused: {text}") from error
-        except FileNotFoundError:
-            raise  # of a file that the caller named, not of MLflow's
-        except (OSError, DatabaseError) as error:  # every error of the HTTP client is an OSError
-            text = _sentence(error).replace(whole, shown)
-            if any(words in text for words in _DAMAGE):
-                raise TrackingUnavailable(_damaged(shown, text)) from error
-            raise TrackingUnavailable(f"MLflow at {shown} cannot be reached: {text}") from error
 
     return call
 
@@ -181,8 +178,8 @@ def connect(tracking_uri: str) -> MlflowClient:
 
 
 @contextlib.contextmanager
-def made_ahead(tracking_uri: str) -> Iterator[threading.Thread]:
-    """Import MLflow, and make a database that does not exist yet, in a thread; join it before any other import.
+def made_ahead(tracking_uri: str) -> Iterator[Future[None]]:
+    """Import MLflow, and make a database that does not exist yet, in a thread; wait for it before any other import.
 
     What is wrong with the database is for the first call to say.
     """
@@ -193,12 +190,8 @@ def made_ahead(tracking_uri: str) -> Iterator[threading.Thread]:
                 connect(tracking_uri)
             import mlflow  # noqa: F401
 
-    thread = threading.Thread(target=make, name="make the MLflow database")
-    thread.start()
-    try:
-        yield thread
-    finally:
-        thread.join()
+    with ThreadPoolExecutor(1, "make the MLflow database") as thread:
+        yield thread.submit(make)
 
 
 def import_for_models() -> None:
@@ -228,12 +221,9 @@ def registering_prepared(tracking_uri: str) -> Iterator[None]:
             if file_of(tracking_uri):  # a database that was removed is not made again
                 connect(tracking_uri).search_registered_models(max_results=1)
 
-    thread = threading.Thread(target=prepare, name="prepare the registration")
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1, "prepare the registration") as thread:
+        thread.submit(prepare)
         yield
-    finally:
-        thread.join()
 
 
 def _close_files(client: MlflowClient) -> None:

@@ -309,9 +309,7 @@ class Tracker(Store):
         experiment = self._client.get_run(self.run_id).info.experiment_id
         return self._client.create_logged_model(experiment, name, self.run_id, dict(tags), model_type=kind)
 
-    def _finish(
-        self, model: LoggedModel, step: int, metrics: Mapping[str, float], points: Sequence[Point] = ()
-    ) -> None:
+    def _finish(self, model: LoggedModel, step: int, metrics: Mapping[str, float], points: Sequence[Point]) -> None:
         """Attach metrics and the run to a LoggedModel and set it READY, unless it is READY already.
 
         The run gets them, too; MLflow stores equal points once. Of a metric among the points, the point counts.

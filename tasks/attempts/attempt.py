@@ -92,6 +92,9 @@ class Attempt:
         result = result_of(self.run, self.number)
         output = log_tail(self.run, self.number)
         error = None
+        disk = ""
+        silent: dict[str, str] = {}
+        # with a result the ranks have ended by themselves, and nothing has to be found out
         if result is None:
             with contextlib.suppress(OSError):  # of a full disk
                 # a hang first: its error record names the cause, where the others name consequences
@@ -101,10 +104,6 @@ class Attempt:
                         self.run, self.number, config.launch, output, oom_kills=oom_kills, advice=advice
                     )
             error = self.run.first_error(self.number)
-        disk = ""
-        silent: dict[str, str] = {}
-        # with a result the ranks have ended by themselves, and nothing has to be found out
-        if result is None:
             disk = storage_problem(self.run.root)
             silent = dict(outcome.lost_hosts)
             if outcome.reason not in ("stopped", "host_lost"):

@@ -24,7 +24,7 @@ from onward.trainer.config.rules import Sections
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.config.urls import url_of
-from onward.trainer.run.directory import onward_home
+from onward.trainer.run.home import nearest_existing, onward_home
 from onward.trainer.run.machine.host_report import LAUNCHER, LINE, SOURCE, HostQuestion, HostReport, network_of
 from onward.trainer.run.records import Record
 
@@ -158,9 +158,8 @@ def host_problems(sections: Sections) -> tuple[str, ...]:
     # an unreadable hostfile is reported elsewhere
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if isinstance(launch, LaunchConfig) and launch.hostfile and not url_of(launch.hostfile):
-            home = onward_home()
             # before the first run there is no home yet, and its nearest parent stands for it
-            folder = next(each for each in (home, *home.parents) if each.exists())
+            folder = nearest_existing(onward_home())
             checkpoint = sections.get("checkpoint")
             has_store = isinstance(checkpoint, CheckpointConfig) and bool(checkpoint.store)
             return ask_hosts(launch, folder, files_of_ranks(sections), has_store=has_store).problems

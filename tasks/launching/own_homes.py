@@ -167,13 +167,12 @@ def _sent_shards(run: RunDir, stored: StoredRun, manifest: ShardManifest) -> str
     """Return where the files of the shards are in the store, after sending those that are not there."""
     # by content: another machine may have made other bytes of the same data
     place = f"shards/{manifest.key}-{manifest.digest[:SHOWN]}"
-    files = (*manifest.train, *manifest.evaluation, *manifest.test)
     # the manifest is sent last: behind it all files are there
     if not stored.files.has(f"{place}/{MANIFEST}"):
-        size = shown_size(sum(file.bytes for file in files))
+        size = shown_size(sum(file.bytes for file in manifest.all_files))
         log.info("the shards (%s) are sent to %s, for hosts with a home of their own", size, stored.files.shown)
         there = stored.files.names(f"{place}/")
-        for file in files:
+        for file in manifest.all_files:
             if there.get(f"{place}/{file.name}") != file.bytes:
                 stored.files.put(f"{place}/{file.name}", run.shards / file.name)
         stored.files.put(f"{place}/{MANIFEST}", run.shards / MANIFEST)

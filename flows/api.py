@@ -217,7 +217,7 @@ def _train(
             if has_begun(run) and not would_end_again(type(error).__name__):
                 say(f"{how_to_continue(run)}")
             raise
-    return outcome_of(run, config.data, config.losses, config.checkpoint, exported)
+    return outcome_of(run, exported)
 
 
 @contextlib.contextmanager

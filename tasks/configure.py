@@ -75,7 +75,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
     Python files that may be executed (deployment_limits.py); None = those that `settings` name. Raises ConfigError with
     all problems at once, and the errors of `rehearse` and `identify`.
     """
-    known = read_record(run.remote, LocalCopies) if run.remote.exists() and run.config.exists() else None
+    known = record_if_written(run.remote, LocalCopies) if run.config.exists() else None
     checked: list[CheckedFiles] = []
 
     def check(sections: Sections) -> list[str]:

@@ -161,18 +161,12 @@ def _draw_objects(
         taken.append((x, y, side, side))
         colour = tuple(map(int, (OBJECTS[kind] + random.uniform(-40, 40, 3)).clip(0, 255)))
         if kind == "letter":
-            yield _draw_letter(canvas, str(random.choice(list(LETTERS))), x, y, side, colour), kind
+            letter = str(random.choice(list(LETTERS)))
+            font = ImageFont.load_default(side)
+            # the box of what is drawn, which is smaller than the line of the font
+            left, top, right, bottom = canvas.textbbox((0, 0), letter, font=font)
+            canvas.text((x - left, y - top), letter, font=font, fill=colour)
+            yield (x, y, int(right - left), int(bottom - top)), kind
         else:
             _draw(canvas, kind, x + side / 2, y + side / 2, side / 2, colour)
             yield (x, y, side, side), kind
-
-
-def _draw_letter(
-    canvas: ImageDraw.ImageDraw, letter: str, x: int, y: int, side: int, fill: tuple[int, ...]
-) -> tuple[int, int, int, int]:
-    """Draw a letter into a square; return its box."""
-    font = ImageFont.load_default(side)
-    # the box of what is drawn, which is smaller than the line of the font
-    left, top, right, bottom = canvas.textbbox((0, 0), letter, font=font)
-    canvas.text((x - left, y - top), letter, font=font, fill=fill)
-    return x, y, int(right - left), int(bottom - top)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import random
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,20 +68,15 @@ def write_reviews(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def documentation() -> Iterable[tuple[str, str]]:
-    """Return the topics of Python's documentation that `help()` shows, as (name, text)."""
-    from pydoc_data.topics import topics
-
-    # installed with every Python, so that nothing is downloaded
-    return sorted(topics.items())
-
-
 def write_documentation(folder: Path) -> Tokenizer:
     """Write `text/*.txt` and `tokenizer.json`, a byte-pair tokenizer as GPT-2 has it; return it."""
+    from pydoc_data.topics import topics
+
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     (folder / "text").mkdir()
-    texts = dict(documentation())
+    # what `help()` shows: it is installed with every Python, so that nothing is downloaded
+    texts = dict(sorted(topics.items()))
     for name, text in texts.items():
         (folder / "text" / f"{name}.txt").write_text(text, encoding="utf-8")
     tokenizer = Tokenizer(models.BPE())

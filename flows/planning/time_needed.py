@@ -69,13 +69,10 @@ class TimeNeeded(Record):
 
 def key_of_run(config: RunConfig) -> str:
     """Return the key under which the pace of this run is stored."""
-    return key_of(structure_digest(config.model.path), settings_of_pace(config), machine_of(config.launch.hostfile))
-
-
-def machine_of(hostfile: str) -> str:
-    """Return what decides the speed of the machine, or of the hosts of the hostfile."""
-    hosts = Path(hostfile)
-    return machine_text() + (f", hosts {hosts.read_text()}" if hostfile and hosts.is_file() else "")
+    hosts = Path(config.launch.hostfile)
+    # what decides the speed of the machine, or of the hosts of the hostfile
+    machine = machine_text() + (f", hosts {hosts.read_text()}" if hosts.is_file() else "")
+    return key_of(structure_digest(config.model.path), settings_of_pace(config), machine)
 
 
 def known_pace(config: RunConfig) -> Pace | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from onward.tasks.attempts.log_damage import damage_of_log
 from onward.tasks.shown.class_tables import class_table
 from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.checkpoint.retention import announced, describe_exported
-from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.data.label_units import describe_label_units
@@ -248,14 +246,13 @@ def described_run(run: RunDir) -> RunStatus:
         return RunStatus.model_validate(texts | numbers | known)
 
 
-def outcome_of(
-    run: RunDir, data: DataConfig, losses: Sequence[LossConfig], checkpoint: CheckpointConfig, exported: ExportedModel
-) -> RunOutcome:
+def outcome_of(run: RunDir, exported: ExportedModel) -> RunOutcome:
     """Return how a run with an exported file ended."""
+    config = read_config(run)
     # the log is read from its tail alone, and the record of the training has the sums over all attempts
     trained = read_record(run.train, TrainResult)
     # of text without a tokenizer the targets are its bytes
-    reads_bytes = [loss.is_plain for loss in losses] == [True] and not data.text
+    reads_bytes = [loss.is_plain for loss in config.losses] == [True] and not config.data.text
     # a copy of a finished run has no shards
     text = held_out_text(run) if reads_bytes and run.shards.exists() else b""
     bits = bits_per_byte(exported.after["evaluation/loss"], text) if text else {}
@@ -267,7 +264,7 @@ def outcome_of(
         bits_per_byte=bits,
         before=exported.before,
         after=exported.after,
-        exported=describe_exported(exported.step, announced(run), trained, checkpoint),
+        exported=describe_exported(exported.step, announced(run), trained, config.checkpoint),
         test=exported.test,
         parity=exported.parity,
         rounding=exported.rounding,

@@ -72,10 +72,7 @@ class Ending:
             own = own_error(error, self._run)
             self._write("failed", own)
             if isinstance(own, StorageUnavailable):
-                # Prefect's client tries twice only from now on, and says nothing of it: its server may be on the disk
-                # that fails; by default each call, and each part of the log, would be tried for a minute
-                get_current_settings().client.max_retries = 1
-                logging.raiseExceptions = False
+                _expect_no_answer()
             what = {
                 "error": type(own).__name__,
                 "message": "\n".join(own.problems),
@@ -111,6 +108,15 @@ class Ending:
         except OSError as failed:  # it must not hide the error that it records, which may say the same
             if not isinstance(error, StorageUnavailable):
                 log.warning("%s cannot be written: %s", self._run.flow_ending, failed)
+
+
+def _expect_no_answer() -> None:
+    """Let Prefect's client try twice only from now on, and say nothing of it: its server may be on the disk that fails.
+
+    By default each call, and each part of the log, would be tried for a minute.
+    """
+    get_current_settings().client.max_retries = 1
+    logging.raiseExceptions = False
 
 
 def own_error(error: Exception, run: RunDir) -> OnwardError:

@@ -88,5 +88,4 @@ def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome 
         say(f"sending what {sending.url} lacks")
         send_rest(run, log)
     say(f"{reference_to(run)} is finished, and nothing was started. To train further, {how_to_train_further(run)}")
-    kept = read_config(run)
-    return outcome_of(run, kept.data, kept.losses, kept.checkpoint, read_record(run.exported, ExportedModel))
+    return outcome_of(run, read_record(run.exported, ExportedModel))

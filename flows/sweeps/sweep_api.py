@@ -12,6 +12,7 @@ from onward.trainer.errors import ConfigError, say
 
 if TYPE_CHECKING:
     from onward.flows.sweeps.outcome import SweepOutcome
+    from onward.trainer.run.recorded.sweep_records import SweepDir
 
 
 def sweep(
@@ -50,7 +51,7 @@ def sweep(
     folder = make_sweep(
         given.source, given.changes, wanted, profile=profile, trials=trials, prune=prune, seed=seed, check=both
     )
-    return _run_sweep(folder.root.name)
+    return _run_sweep(folder)
 
 
 def resume_sweep(sweep: str = "last", *, from_start: bool = False) -> SweepOutcome:
@@ -77,7 +78,7 @@ def resume_sweep(sweep: str = "last", *, from_start: bool = False) -> SweepOutco
             )
         for trial in unended:
             discard_damaged(trial.run)
-    return outcome_of(folder) if folder.result.exists() else _run_sweep(folder.root.name)
+    return outcome_of(folder) if folder.result.exists() else _run_sweep(folder)
 
 
 def sweeps() -> list[SweepOutcome]:
@@ -88,12 +89,10 @@ def sweeps() -> list[SweepOutcome]:
     return [outcome_of(folder) for folder in all_sweeps()]
 
 
-def _run_sweep(sweep_id: str) -> SweepOutcome:
+def _run_sweep(folder: SweepDir) -> SweepOutcome:
     from onward.flows.running.local_run import prefect_server
     from onward.flows.sweeps.outcome import outcome_of
-    from onward.trainer.run.recorded.sweep_records import SweepDir
 
-    folder = SweepDir.of(sweep_id)
     with exit_on_sigterm(), prefect_server():
         say(f"sweep {folder.root}")
         from onward.flows.sweep import run_sweep  # imports Prefect, which reads the environment of the server
@@ -102,6 +101,6 @@ def _run_sweep(sweep_id: str) -> SweepOutcome:
             run_sweep(folder)
         except BaseException:
             if not folder.result.exists():
-                say(f"to continue the sweep: onward sweep --resume {sweep_id}")
+                say(f"to continue the sweep: onward sweep --resume {folder.root.name}")
             raise
     return outcome_of(folder)

@@ -156,8 +156,12 @@ class Job:
                 _stop(launcher, self.stop_limit_s())
                 raise
             finally:
+                launcher.poll()  # reads the status of a launcher that has ended by itself, before `kill_job` kills it
                 # also after an orderly end, because a rank may leave processes behind
-                _kill_rest(launcher, tag)
+                kill_job(tag)
+                # a process in a hung system call cannot be killed
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    launcher.wait(5.0)
                 remove(folder)
         lost = beats.lost() if reason == "host_lost" else {}
         elapsed_s = time.monotonic() - started_at
@@ -311,21 +315,13 @@ def _stop(launcher: subprocess.Popen[bytes], grace_s: float) -> int:
     The time is in milliseconds since 1970.
     """
     began_ms = now_ms()
-    # SIGKILL is left to `_kill_rest`, which reaches the ranks as well
+    # SIGKILL is left to `kill_job`, which reaches the ranks as well
     for number, patience_s in ((signal.SIGUSR1, grace_s), (signal.SIGTERM, 3.0)):
         if patience_s and launcher.poll() is None:
             launcher.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(patience_s)
     return began_ms
-
-
-def _kill_rest(launcher: subprocess.Popen[bytes], tag: str) -> None:
-    """Kill all processes of the job that are left."""
-    launcher.poll()  # reads the exit status of a launcher that has ended by itself, before `kill_job` could kill it
-    kill_job(tag)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a process in a hung system call cannot be killed
-        launcher.wait(5.0)
 
 
 def num_oom_kills() -> int:

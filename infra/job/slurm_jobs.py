@@ -70,12 +70,10 @@ def batch_job() -> str:
 
     Other programs of a job, such as a notebook server that a batch job starts, do not end or requeue all of it.
     """
-    return allocation() if os.environ.get("ENVIRONMENT") == "BATCH" and _is_script() else ""
-
-
-def _is_script() -> bool:
+    if os.environ.get("ENVIRONMENT") != "BATCH":
+        return ""
     parent = psutil.Process().parent()
-    return parent is not None and parent.name() == "slurmstepd"
+    return allocation() if parent is not None and parent.name() == "slurmstepd" else ""
 
 
 def find(job: str) -> SlurmJob | None:

@@ -112,7 +112,11 @@ def _if_abandoned(folder: Path, *, delete: bool) -> bool:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             return False
         if not (folder / LOCK).exists():
-            return _is_left_empty(folder, found.st_mtime, delete=delete)
+            # its owner was killed before it had a lock
+            is_left = time.time() - found.st_mtime >= UNLOCKED_S and not any(folder.iterdir())
+            if is_left and delete:
+                folder.rmdir()
+            return is_left
         # TMPDIR is open to every account, which may have put a link there
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -128,15 +132,6 @@ def _if_abandoned(folder: Path, *, delete: bool) -> bool:
         finally:
             os.close(descriptor)
     return False
-
-
-def _is_left_empty(folder: Path, changed_at: float, *, delete: bool) -> bool:
-    """Return whether the owner of a directory was killed before it had a lock, after it was removed if asked for."""
-    if time.time() - changed_at < UNLOCKED_S or any(folder.iterdir()):
-        return False
-    if delete:
-        folder.rmdir()
-    return True
 
 
 def _delete(folder: Path) -> None:

@@ -73,7 +73,11 @@ class Store:
             )
         # another file at the same path: the open connections would still write to the removed one
         if self._connected is not None and self._file != file:
-            _close_files(self._connected)
+            # MLflow shares them between all clients of the same URI
+            registry = self._connected._get_registry_client()  # type: ignore[no-untyped-call]
+            for each in (self._connected._tracking_client.store, registry.store):
+                if engine := getattr(each, "engine", None):
+                    engine.dispose()
             self._connected = None
         if self._connected is None:
             self._connected = connect(self.tracking_uri)
@@ -224,14 +228,6 @@ def registering_prepared(tracking_uri: str) -> Iterator[None]:
     with ThreadPoolExecutor(1, "prepare the registration") as thread:
         thread.submit(prepare)
         yield
-
-
-def _close_files(client: MlflowClient) -> None:
-    """Close the connections to a database. MLflow shares them between all clients of the same URI."""
-    stores = (client._tracking_client.store, client._get_registry_client().store)  # type: ignore[no-untyped-call]
-    for store in stores:
-        if engine := getattr(store, "engine", None):
-            engine.dispose()
 
 
 def with_password(tracking_uri: str) -> str:

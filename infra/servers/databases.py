@@ -50,14 +50,6 @@ def without_password(uri: str) -> str:
     return parts._replace(netloc=f"{parts.username}@{parts.netloc.rpartition('@')[2]}").geturl()
 
 
-def _passwords(uri: str) -> list[str]:
-    """Return what a URL has as passwords, as it stands there."""
-    found = [match[2] for match in _IN_QUERY.finditer(uri)]
-    if is_database_server(uri) and (match := _IN_AUTHORITY.match(uri)):
-        found.append(match[2])
-    return found
-
-
 def prefect_problem(url: str) -> str:
     """Return why Prefect's server cannot use a database, and what to do; "" if it can."""
     if urlsplit(url).scheme != "postgresql+asyncpg":
@@ -88,7 +80,10 @@ def _problem(url: str, connect: Callable[[], None], *, of: str) -> str:
     except Exception as error:  # each driver has errors of its own
         lines = str(error).splitlines() or [type(error).__name__]
         # a driver may repeat what it was given
-        said = _without(_passwords(url), lines[0])
+        passwords = [match[2] for match in _IN_QUERY.finditer(url)]
+        if is_database_server(url) and (match := _IN_AUTHORITY.match(url)):
+            passwords.append(match[2])
+        said = _without(passwords, lines[0])
         return f"{shown} cannot be used ({said}); start or make it, or correct its address, user or password"
     return ""
 

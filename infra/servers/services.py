@@ -159,8 +159,10 @@ def _start_if_needed(home: Path, name: str) -> str:
             _refuse_other_database(home, name)
             return url
         if supervisor is None and not is_supervised(home, name):
-            if problem := _database_problem(name):
-                raise ServiceError(f"the {name} server is not started: {problem}")
+            if url := named_database(name):
+                problem = prefect_problem(url) if name == "prefect" else mlflow_problem(url)
+                if problem:
+                    raise ServiceError(f"the {name} server is not started: {problem}")
             supervisor = _start_supervisor(home, name)
         # it has ended with an error, and no other supervisor has taken over
         if supervisor is not None and supervisor.poll() and not is_supervised(home, name):
@@ -173,13 +175,6 @@ def _start_if_needed(home: Path, name: str) -> str:
     else:
         why = f"the end of its log {path} shows why:\n{log}"
     raise ServiceError(f"the {name} server does not start (time limit {START_TIMEOUT_S:g} s); {why}")
-
-
-def _database_problem(name: str) -> str:
-    """Return why a server could not use the database that the environment names for it; "" if it could."""
-    if not (url := named_database(name)):
-        return ""
-    return prefect_problem(url) if name == "prefect" else mlflow_problem(url)
 
 
 def _refuse_other_database(home: Path, name: str) -> None:

@@ -41,11 +41,6 @@ def retry_number(earlier: Sequence[AttemptEnding], checkpoint: int) -> int:
     return 1 if has_progress else earlier[-1].retry + 1
 
 
-def delay_before(retry: int) -> float:
-    """Return the pause before a retry: short, as most faults are over, and four times as long after each in vain."""
-    return min(FIRST_DELAY_S * 4.0 ** min(retry - 1, 20), LONGEST_DELAY_S)
-
-
 def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptEnding:
     """Return the record of an ending with the retry that follows it, if one does. May adjust the configuration."""
     earlier = endings(run)
@@ -69,7 +64,8 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
     # last, because some kinds set the number themselves
     if retry > config.launch.retries:
         retry = 0
-    delay_s = delay_before(retry) if retry else 0.0
+    # short, as most faults are over, and four times as long after each in vain
+    delay_s = min(FIRST_DELAY_S * 4.0 ** min(retry - 1, 20), LONGEST_DELAY_S) if retry else 0.0
     ending = ending.model_copy(update={"retry": retry, "delay_s": delay_s})
     return ending.model_copy(update={"action": f"{changed}{what_follows(ending, config.launch)}"})
 

@@ -124,7 +124,7 @@ class Tracker(Store):
         if found:
             self._client.update_run(self.run_id, status="RUNNING")
             self.set_tags(tags)
-        # MLflow refuses another value for a parameter that it has, and takes 100 parameters of 6000 characters in a call
+        # MLflow refuses another value for a parameter that it has, and takes 100 of them, of 6000 characters, in a call
         new = [name for name in params if name not in run.data.params]
         entries = [Param(metric_name(name), str(params[name])[:6000]) for name in new]
         for start in range(0, len(entries), 100):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,6 @@ from onward.flows import predict as api
 from onward.flows.commands.common import Boxes, Json, print_facts, print_json, with_boxes
 from onward.trainer.errors import ConfigError, say
 
-BadRows = StrEnum("BadRows", ["fail", "skip"])
 SHOWN_ROWS = 20
 """Rows that are printed without a file to write them into."""
 
@@ -45,7 +43,7 @@ Inputs = Annotated[
 BatchSize = Annotated[
     int, typer.Option(min=0, max=1_000_000, help="Rows at a time; 0 = 32 images or texts, 1024 rows of numbers.")
 ]
-OnBadRows = Annotated[BadRows, typer.Option(help="Fail with all rows that cannot be read, or skip them.")]
+OnBadRows = Annotated[api.BadRows, typer.Option(help="Fail with all rows that cannot be read, or skip them.")]
 
 
 def predict(
@@ -69,7 +67,7 @@ def predict(
     ] = 0,
     inputs: Inputs = None,
     batch_size: BatchSize = 0,
-    bad_rows: OnBadRows = BadRows.fail,
+    bad_rows: OnBadRows = "fail",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -93,7 +91,7 @@ def predict(
         data,
         inputs=parsed_inputs(inputs),
         batch_size=batch_size,
-        bad_rows="skip" if bad_rows is BadRows.skip else "fail",
+        bad_rows=bad_rows,
         report=api.print_progress,
     )
     if output:
@@ -168,7 +166,7 @@ def evaluate(
     ] = None,
     boxes: Boxes = None,
     batch_size: BatchSize = 0,
-    bad_rows: OnBadRows = BadRows.fail,
+    bad_rows: OnBadRows = "fail",
     as_json: Json = False,
 ) -> None:
     """Measure the loss and all metrics that fit it on labelled rows. Nothing is trained.
@@ -182,7 +180,7 @@ def evaluate(
         data,
         with_boxes(overrides, boxes),
         batch_size=batch_size,
-        bad_rows="skip" if bad_rows is BadRows.skip else "fail",
+        bad_rows=bad_rows,
         report=api.print_progress,
     )
     skipped = _skipped(dict(found.skipped))

@@ -31,7 +31,7 @@ from onward.infra.job.child_program import signalled_with_parent
 from onward.infra.job.host_beats import SILENT_S, HostBeats
 from onward.infra.job.hosts import read_hostfile
 from onward.infra.job.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
-from onward.infra.job.launcher import Launcher, LaunchError, Ranks
+from onward.infra.job.launcher import Environment, Launcher, LaunchError, Ranks
 from onward.infra.job.mpirun import Mpirun
 from onward.infra.job.process_identity import boot_id
 from onward.infra.job.ray_launcher import Ray
@@ -108,7 +108,7 @@ class Job:
     cwd: Path | None = None
     """Working directory of the ranks; None = `run_dir`, where no module of the user can hide one of Onward's."""
 
-    def arguments(self, environment: Mapping[str, str]) -> list[str]:
+    def arguments(self, environment: Environment) -> list[str]:
         """Return the command line of the launcher. environment: of this process. Raises LaunchError."""
         # the fork server is on this host
         elsewhere = self.launcher.uses_other_hosts(self.ranks.hostfile, environment)

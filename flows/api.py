@@ -96,13 +96,13 @@ def run(
 
 
 def _begin(layers: Callable[[], Given], named: NamedRun | None = None) -> RunOutcome:
-    from onward.flows.configuration import check_all_rows, no_run_yet
+    from onward.flows.configuration import check_all_rows
     from onward.flows.live_view.view import live_view
 
     asked_ms = time.time_ns() // 1_000_000
     with live_view() as view:
         say("checking the configuration, the model and the data")
-        with no_run_yet():
+        try:
             given = layers()
             resolved, where = given.checked_here(), given.layered().origins
             if named and named.name == resolved.name:
@@ -110,6 +110,10 @@ def _begin(layers: Callable[[], Given], named: NamedRun | None = None) -> RunOut
                 raise ConfigError(f"{also}; choose another")
             with exit_on_sigterm():  # which says that only the main thread can be interrupted
                 check_all_rows(resolved)
+        except OnwardError as error:
+            if error.exit_code == ConfigError.exit_code:
+                error.add_note("no run has begun")  # the command line prints it
+            raise
         return _train(resolved, view, named=named, origins=where, asked_ms=asked_ms)
 
 

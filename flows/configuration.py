@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
 
 if TYPE_CHECKING:
     from onward.trainer.config.layers import Layered, Source
@@ -171,17 +171,6 @@ def checked_config(config: Config, overrides: Overrides = (), /, *, profile: str
     """
     given = Given.of(config, overrides, sections, profile=profile)
     return given.load(given.check)
-
-
-@contextlib.contextmanager
-def no_run_yet() -> Iterator[None]:
-    """Add to a refusal inside that no run has begun; the command line prints it."""
-    try:
-        yield
-    except OnwardError as error:
-        if error.exit_code == ConfigError.exit_code:
-            error.add_note("no run has begun")
-        raise
 
 
 @contextlib.contextmanager

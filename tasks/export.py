@@ -299,7 +299,7 @@ def copy_to(
         models = {data_file_of(places[variant.kind]): places[variant.kind] for variant in written if variant.data}
         # found now, while the former variants are there, and removed when nothing needs them
         former = [stale_data(places[each.kind], each.path) for each in written if each.path]
-        stale = {path for path in former if path is not None}
+        stale = {path for path in former if path}
         # The model itself last: when it is there, all its files are.
         for file, place in {**all_copies, exported.path: target}.items():
             _copy(file, place, temporary=temporary, model=models.get(place))

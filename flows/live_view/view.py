@@ -90,7 +90,7 @@ class LiveView:
         self.facts.read()
         while self._messages:
             self.print(self._messages.pop(0))
-        if self._live is not None:
+        if self._live:
             self._fit()
             self._live.refresh()
         # without a terminal a line is printed only if it differs, so that a log file does not fill up while nothing
@@ -103,7 +103,7 @@ class LiveView:
         """Remove the view from the terminal."""
         while self._messages:
             self.print(self._messages.pop(0))
-        if self._live is not None:
+        if self._live:
             self._live.stop()
 
     def _fit(self) -> None:
@@ -134,7 +134,7 @@ def live_view(run: RunDir | None = None, *, stream: TextIO | None = None, tick_s
     """
     stream = stream or sys.stderr
     view = LiveView(stream)
-    if run is not None:
+    if run:
         view.attach(run)
         view.facts.read()
     done = threading.Event()

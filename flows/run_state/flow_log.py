@@ -76,7 +76,7 @@ class _Printed(io.TextIOBase):
         with self._log.lock or contextlib.nullcontext():
             stream = self._log.stream
             try:
-                if stream is not None and not stream.closed:
+                if stream and not stream.closed:
                     stream.write(text)
                     stream.flush()
             except OSError as error:

@@ -335,7 +335,7 @@ def is_trained_to_end(run: RunDir, stop: StopConfig, checkpoint: CheckpointConfi
     """Return whether the flow of a run has completed, and no step is left to train within these limits."""
     newest = _newest_result(run)
     ending = ending_of(run)
-    has_completed = ending is not None and ending.status == "completed"
+    has_completed = ending and ending.status == "completed"
     if ended_state(run) != "exported" or not has_completed or newest is None:
         return False
     # a higher limit than before lets a run go on that had ended by it

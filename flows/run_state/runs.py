@@ -297,7 +297,7 @@ def discard_damaged(run: RunDir) -> None:
 
     Raises ConfigError when one of them is complete.
     """
-    if (newest := newest_complete(run)) is not None:
+    if newest := newest_complete(run):
         kind = "sweep" if membership(run) else "run"
         raise ConfigError(
             f"{newest.path} is complete, so `{command_to_continue(run)}` goes on from step {newest.info.step}, and "
@@ -324,7 +324,7 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
     Of a run it is the checkpoint that `export.checkpoint` selects. Raises ConfigError when there is no such run,
     CheckpointError when the run has no complete checkpoint.
     """
-    if (found := checkpoint_at(text)) is not None and found[0] is not None:
+    if (found := checkpoint_at(text)) and found[0]:
         return found[0], found[1]
     run = find_run(text)
     # The same choice as the task `export`; a run that was interrupted may have no announced checkpoint yet.

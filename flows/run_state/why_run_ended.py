@@ -50,7 +50,7 @@ def _kind_and_sentence(run: RunDir) -> tuple[str, str]:
     sentence = "; ".join(ending.problems)
     if ending.status in ("cancelled", "suspended"):
         return "stopped", sentence or "it was stopped"
-    if attempt is not None:
+    if attempt:
         return attempt.kind, attempt.sentence
     return _kind_of_failed_flow(ending.error, sentence), sentence
 

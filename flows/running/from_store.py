@@ -114,7 +114,7 @@ def fetch_run(
     if run.root.exists():
         known = record_if_written(record_in(run), Sending)
         # of a run that this machine sends itself, the store has nothing newer
-        if known is not None and known.sender == stored.sender(number):
+        if known and known.sender == stored.sender(number):
             return run
         if known is None and _is_copy(run, stored.state(number)):
             return run
@@ -179,7 +179,7 @@ def _names_in(store: str) -> dict[str, str]:
     names = {}
     for run_id in open_place(store).folders():
         stored = StoredRun(f"{store}/{run_id}")
-        if (state := stored.state(stored.newest_sender())) is not None:
+        if state := stored.state(stored.newest_sender()):
             names[run_id] = state.name
     return names
 

@@ -274,7 +274,7 @@ def run_to_end(flow_run: FlowRun, parameters: dict[str, object]) -> ExportedMode
     except Exception as error:
         ending = ending_of(run)
         # the record of an earlier flow of this run says nothing about this one
-        is_done = ending is not None and (ending.status, ending.flow_run_id) == ("completed", str(flow_run.id))
+        is_done = ending and (ending.status, ending.flow_run_id) == ("completed", str(flow_run.id))
         if is_done and run.exported.exists():
             # only Prefect could not be told; the next command tells it
             log.warning(

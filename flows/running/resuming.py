@@ -84,7 +84,7 @@ def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome 
         return None
     # what could not be sent before
     sending = record_if_written(record_in(run), Sending)
-    if sending is not None and not sending.ended:
+    if sending and not sending.ended:
         say(f"sending what {sending.url} lacks")
         send_rest(run, log)
     say(f"{reference_to(run)} is finished, and nothing was started. To train further, {how_to_train_further(run)}")

@@ -137,7 +137,7 @@ def requeued(name: str) -> Iterator[None]:
     except SystemExit as ended:
         found = slurm_jobs.find(job) if job and ended.code == 128 + signal.SIGTERM else None
         # of a job that was cancelled the state is another one
-        if found is not None and found.state == "RUNNING":
+        if found and found.state == "RUNNING":
             _end_or_requeue(name, job, has_saved=_saved(name) != saved)
         raise
 

@@ -82,7 +82,7 @@ def result_of(trial: Trial, plan: Sweep, state: State[Any] | None, *, first: Tri
     run = trial.run
     trained = record_if_written(run.train, TrainResult)
     known: dict[str, Any] = {"ended_at_ms": time.time_ns() // 1_000_000}
-    if trained is not None:
+    if trained:
         known |= {"step": trained.step, "elapsed_s": trained.elapsed_s}
     if run.pruned.exists() and not (state is not None and state.is_completed()):  # else it was done before it stopped
         pruned = read_record(run.pruned, Pruned)

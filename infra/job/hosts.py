@@ -160,7 +160,7 @@ def _converse(host: str, words: Sequence[str], question: str, line: str, limit_s
                 program.kill()
             finally:
                 limit.cancel()
-        if found is not None:
+        if found:
             return found
         errors.seek(0)
         said = " ".join(errors.read().split())[-300:]

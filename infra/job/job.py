@@ -281,7 +281,7 @@ def running_job(run_dir: Path, *, among: Collection[str] | None = None) -> Runni
 def wait_until_free(run_dir: Path) -> None:
     """Wait until no process of an earlier job runs; ranks of a killed flow may still be saving. Raises LaunchError."""
     deadline = time.monotonic() + FREE_S
-    while (job := running_job(run_dir)) is not None:
+    while job := running_job(run_dir):
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"a job of {run_dir} is still running, started at {job.started_at} (processes {members(job.tag)}); "

@@ -73,7 +73,7 @@ def batch_job() -> str:
     if os.environ.get("ENVIRONMENT") != "BATCH":
         return ""
     parent = psutil.Process().parent()
-    return allocation() if parent is not None and parent.name() == "slurmstepd" else ""
+    return allocation() if parent and parent.name() == "slurmstepd" else ""
 
 
 def find(job: str) -> SlurmJob | None:

@@ -48,7 +48,7 @@ def make(created: Callable[[], Path]) -> Path:
     for _ in range(MOST_TRIES):
         # between making and locking another command may take it for abandoned and remove it: then a new one is made
         folder = created()
-        with contextlib.suppress(FileNotFoundError), _or_removed(folder):
+        try:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             # the lock was taken, but of a file that is removed meanwhile it protects nothing
@@ -56,19 +56,12 @@ def make(created: Callable[[], Path]) -> Path:
                 _held[folder] = descriptor
                 return folder
             os.close(descriptor)
+        except FileNotFoundError:
+            continue
+        except OSError:  # it takes no lock, as on a full disk
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     raise FileNotFoundError(f"{folder} was removed {MOST_TRIES} times by another process")
-
-
-@contextlib.contextmanager
-def _or_removed(folder: Path) -> Iterator[None]:
-    """Remove a directory that has just been made if it takes no lock, as on a full disk."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def lock_of(folder: Path) -> int:

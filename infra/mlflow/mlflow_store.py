@@ -65,14 +65,14 @@ class Store:
         file = file_of(self.tracking_uri)
         database = database_of(self.tracking_uri)
         # before the first connection an absent file is a new store, unless the caller expects an old one
-        had_file = self._connected is not None or self._expected
+        had_file = self._connected or self._expected
         if database and not file and had_file:
             raise TrackingUnavailable(
                 f"the MLflow database {database} was removed: put it back; `onward resume` of a run sends its metrics "
                 "to a new one"
             )
         # another file at the same path: the open connections would still write to the removed one
-        if self._connected is not None and self._file != file:
+        if self._connected and self._file != file:
             # MLflow shares them between all clients of the same URI
             registry = self._connected._get_registry_client()  # type: ignore[no-untyped-call]
             for each in (self._connected._tracking_client.store, registry.store):
@@ -105,7 +105,10 @@ def translate_errors(
         except (MlflowException, OSError, DatabaseError) as error:  # every error of the HTTP client is an OSError
             text = _sentence(error).replace(whole, shown)
             if any(words in text for words in _DAMAGE):
-                raise TrackingUnavailable(_damaged(shown, text)) from error
+                raise TrackingUnavailable(
+                    f"the MLflow database {database_of(shown) or shown} is damaged ({text}): put a copy of it back, or "
+                    "move it away, and a new one is made; `onward resume` of a run sends its metrics again"
+                ) from error
             if not isinstance(error, MlflowException):
                 raise TrackingUnavailable(f"MLflow at {shown} cannot be reached: {text}") from error
             status = error.get_http_status_code()  # type: ignore[no-untyped-call]
@@ -151,15 +154,6 @@ def _sentence(error: Exception) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
     # SQLAlchemy begins the line with the error in brackets
     return next((line for line in lines if "Error) " in line), lines[0])
-
-
-def _damaged(shown: str, text: str) -> str:
-    """Return what to do about a database that cannot be used."""
-    path = database_of(shown) or shown
-    return (
-        f"the MLflow database {path} is damaged ({text}): put a copy of it back, or move it away, and a new one is "
-        "made; `onward resume` of a run sends its metrics again"
-    )
 
 
 def connect(tracking_uri: str) -> MlflowClient:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
 KINDS = ("postgresql", "mysql", "mssql")
@@ -83,16 +83,12 @@ def _problem(url: str, connect: Callable[[], None], *, of: str) -> str:
         passwords = [match[2] for match in _IN_QUERY.finditer(url)]
         if is_database_server(url) and (match := _IN_AUTHORITY.match(url)):
             passwords.append(match[2])
-        said = _without(passwords, lines[0])
+        said = lines[0]
+        # as they stand in the URL, and as they are
+        for secret in filter(None, (*passwords, *map(unquote, passwords))):
+            said = said.replace(secret, "...")
         return f"{shown} cannot be used ({said}); start or make it, or correct its address, user or password"
     return ""
-
-
-def _without(passwords: Sequence[str], text: str) -> str:
-    """Return a text without passwords, as they stand in a URL and as they are."""
-    for secret in filter(None, (*passwords, *map(unquote, passwords))):
-        text = text.replace(secret, "...")
-    return text
 
 
 async def _connect_async(url: str) -> None:

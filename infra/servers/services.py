@@ -165,7 +165,7 @@ def _start_if_needed(home: Path, name: str) -> str:
                     raise ServiceError(f"the {name} server is not started: {problem}")
             supervisor = _start_supervisor(home, name)
         # it has ended with an error, and no other supervisor has taken over
-        if supervisor is not None and supervisor.poll() and not is_supervised(home, name):
+        if supervisor and supervisor.poll() and not is_supervised(home, name):
             break
         time.sleep(0.1)
     log = log_tail(home, name, 2000).strip()

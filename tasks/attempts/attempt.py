@@ -69,8 +69,7 @@ class Attempt:
         try:
             yield
         except LaunchError as error:
-            now = now_ms()
-            self._write("user_error", str(error), detected_ms=now)
+            self._write("user_error", str(error))
             raise
         except OSError as error:
             storage = storage_error(error, self.run.root)
@@ -216,7 +215,7 @@ class Attempt:
 
 def _silent_hosts(launch: LaunchConfig, error: RankError | None) -> dict[str, str]:
     """Return the hosts that do not answer, if a lost host may explain what the ranks say."""
-    explained = error is not None and not error.secondary and not error.cause.startswith(("SIG", "Hang"))
+    explained = error and not error.secondary and not error.cause.startswith(("SIG", "Hang"))
     if not launch.hostfile or explained:
         return {}
     return silent_hosts(list(read_hostfile(Path(launch.hostfile))))

@@ -25,7 +25,7 @@ def record_hang(
     errors = {rank: record_if_written(run.rank_error(attempt, rank), RankError) for rank in dumps}
     waited_in_vain = set()
     for rank, error in errors.items():
-        if error is not None and error.secondary and TIMED_OUT.search(error.cause):
+        if error and error.secondary and TIMED_OUT.search(error.cause):
             waited_in_vain.add(rank)
     by_watchdog = [found[1] for text in dumps.values() if (found := WATCHDOG.search(text))]
     # it was asked to end, whatever it did, or it waited for a host
@@ -36,10 +36,10 @@ def record_hang(
     if not (silent or timed_out or outcome.stopped_ranks):
         return False
     # a rank with an error of its own is the cause, and the others only waited for it
-    if any(error is not None and not error.secondary for error in errors.values()):
+    if any(error and not error.secondary for error in errors.values()):
         return False
     first = launcher_of(launch).read_ending(output).first_rank
-    if outcome.reason == "exited" and first is not None and first.signal:
+    if outcome.reason == "exited" and first and first.signal:
         # NCCL's watchdog aborts its rank when a collective has timed out
         gave_up = first.rank in waited_in_vain or (first.signal == "SIGABRT" and TIMED_OUT.search(output))
         if not gave_up:
@@ -79,6 +79,6 @@ def _all_stacks(stacks: dict[int, RankStack], dumps: dict[int, str], errors: dic
     for rank, stack in stacks.items():
         error = errors[rank]
         where = f": {stack.place}" if stack.threads else ""
-        text = error.traceback if error is not None else dumps[rank]
+        text = error.traceback if error else dumps[rank]
         parts.append(f"== rank {rank}: {states[stack.state]}{where}\n{text}")
     return "\n".join(parts)

@@ -32,19 +32,14 @@ def newest_checkpoint(run: RunDir) -> int:
     return step_in(found[-1].name) if found else 0
 
 
-def retry_number(earlier: Sequence[AttemptEnding], checkpoint: int) -> int:
-    """Return which retry without progress would follow an attempt that ended with this newest checkpoint."""
-    if not earlier or not earlier[-1].retry:
-        return 1
-    # a new checkpoint is progress, after which the retries are counted anew
-    has_progress = checkpoint > max(ending.checkpoint for ending in earlier)
-    return 1 if has_progress else earlier[-1].retry + 1
-
-
 def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptEnding:
     """Return the record of an ending with the retry that follows it, if one does. May adjust the configuration."""
     earlier = endings(run)
-    retry = retry_number(earlier, ending.checkpoint)
+    # which retry without progress would follow: a new checkpoint is progress, after which they are counted anew
+    retry = 1
+    former = earlier[-1].retry if earlier else 0
+    if former and ending.checkpoint <= max(each.checkpoint for each in earlier):
+        retry = former + 1
     changed = ""
     if ending.kind == "out_of_memory" and config.launch.on_out_of_memory == "smaller" and config.launch.retries:
         # each size is tried once, so that this ends by itself

@@ -77,7 +77,7 @@ class HostTable(Record):
         return tuple(host for host, report in self._reports().items() if report.has_own_home)
 
     def _reports(self) -> dict[str, HostReport]:
-        return {row.host: row.report for row in self.rows if row.report is not None}
+        return {row.host: row.report for row in self.rows if row.report}
 
     @property
     def problems(self) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
     graph = sections.get("graph")
     # the compiler of this host says nothing about those of other hosts
     runs_here = not (launch and launch.hostfile)
-    compiles = graph is not None and graph.compiles
+    compiles = graph and graph.compiles
     if compiles and runs_here and (missing := missing_compiler()):
         problems.append(missing)
     if data := sections.get("data"):

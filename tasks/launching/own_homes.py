@@ -184,8 +184,7 @@ def _newest(run: RunDir, stored: StoredRun, sending: Sending) -> tuple[StoredChe
 
     Two, so that a damaged one may be passed over on all ranks.
     """
-    here = {path: step_in(path.name) for path in list_checkpoints(run)}
-    step = max(here.values(), default=0)
+    step = max((step_in(path.name) for path in list_checkpoints(run)), default=0)
     deadline = time.monotonic() + CHECKPOINT_S
     pause = threading.Event()
     while True:

@@ -181,7 +181,7 @@ class RunSender:
             return False
         with self._outage.noticed():
             # after each the list may be another one; the newest first, because a resume goes on from it
-            while (info := self._newest_to_send()) is not None:
+            while info := self._newest_to_send():
                 self.held = frozenset({info.path})
                 # a run that is resumed from it does not repeat the events before it
                 self._transfer.send_records()

@@ -156,7 +156,7 @@ class Transfer:
     def _connected(self) -> StoredState:
         """Return what counts of the run; the first time it is read, and what a killed flow has left is deleted."""
         self._refuse_abandoned()
-        if self._state is not None:
+        if self._state:
             return self._state
         # a lock of an open file, so that two threads of one process exclude each other, too
         self._lock = self._lock or (self._run.root / LOCK).open("ab")
@@ -184,7 +184,7 @@ class Transfer:
 
     def close(self) -> None:
         """Let another sender begin."""
-        if self._lock is not None:
+        if self._lock:
             self._lock.close()
 
     def _replace(self, state: StoredState) -> None:

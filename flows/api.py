@@ -219,7 +219,7 @@ def _train(
             if isinstance(error, OnwardError) and error.exit_code == ConfigError.exit_code and not resume:
                 error.add_note(f"{flow_run.name} has begun, and stays in {run.root} and in Prefect as failed")
             if has_begun(run) and not would_end_again(type(error).__name__):
-                say(f"{how_to_continue(run)}")
+                say(how_to_continue(run))
             raise
     return outcome_of(run, exported)
 

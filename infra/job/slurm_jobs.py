@@ -70,10 +70,12 @@ def batch_job() -> str:
 
     Other programs of a job, such as a notebook server that a batch job starts, do not end or requeue all of it.
     """
-    if os.environ.get("ENVIRONMENT") != "BATCH":
-        return ""
+    return allocation() if os.environ.get("ENVIRONMENT") == "BATCH" and _is_script() else ""
+
+
+def _is_script() -> bool:
     parent = psutil.Process().parent()
-    return allocation() if parent and parent.name() == "slurmstepd" else ""
+    return parent is not None and parent.name() == "slurmstepd"
 
 
 def find(job: str) -> SlurmJob | None:

@@ -163,7 +163,14 @@ def _start_if_needed(home: Path, name: str) -> str:
                 problem = prefect_problem(url) if name == "prefect" else mlflow_problem(url)
                 if problem:
                     raise ServiceError(f"the {name} server is not started: {problem}")
-            supervisor = _start_supervisor(home, name)
+            supervisor = subprocess.Popen(
+                [sys.executable, "-m", "onward.infra.servers.supervisor", str(home), name],
+                cwd=home,  # `-m` imports from the working directory first, so it must not be one of the user's
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # otherwise Ctrl-C in the terminal would stop the server too
+            )
         # it has ended with an error, and no other supervisor has taken over
         if supervisor and supervisor.poll() and not is_supervised(home, name):
             break
@@ -186,17 +193,6 @@ def _refuse_other_database(home: Path, name: str) -> None:
             f"the environment names the database {wanted}, and the {name} server that runs here uses {used}: stop it "
             "with `onward down`, or change the environment"
         )
-
-
-def _start_supervisor(home: Path, name: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "onward.infra.servers.supervisor", str(home), name],
-        cwd=home,  # `-m` imports from the working directory first, so it must not be a directory of the user's
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # otherwise Ctrl-C in the terminal would stop the server too
-    )
 
 
 def _stop_supervisor(home: Path, name: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from onward.infra.job.hosts import BUT, Answer, ask_programs, read_hostfile
@@ -207,7 +207,7 @@ def _row(host: str, answer: Answer) -> HostRow:
 
 
 def _different_versions(reports: Mapping[str, HostReport]) -> Iterator[str]:
-    for name in _names(reports.values()):
+    for name in dict.fromkeys(name for report in reports.values() for name in report.versions):
         hosts: dict[str, list[str]] = {}
         for host, report in reports.items():
             # that its daemon is missing is said already
@@ -217,7 +217,3 @@ def _different_versions(reports: Mapping[str, HostReport]) -> Iterator[str]:
             found = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
             fix = "update all hosts to one version" if name == SOURCE else "install the same one on all hosts"
             yield f"the hosts have different versions of {name}: {found}; {fix}"
-
-
-def _names(reports: Iterable[HostReport]) -> list[str]:
-    return list(dict.fromkeys(name for report in reports for name in report.versions))

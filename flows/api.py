@@ -9,7 +9,6 @@ import contextlib
 import gc
 import importlib.util
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -22,13 +21,14 @@ from onward.flows.configuration import (
     Config,
     Given,
     Overrides,
+    changes_in,
     checked_config,
     config,
     origins,
     prefect_at_home,
 )
 from onward.flows.running.stop_signals import acknowledged_interrupt, exit_on_sigterm
-from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
+from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable, say
 from onward.trainer.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -96,13 +96,13 @@ def run(
 
 
 def _begin(layers: Callable[[], Given], named: NamedRun | None = None) -> RunOutcome:
-    from onward.flows.configuration import check_all_rows, no_run_yet
+    from onward.flows.configuration import check_all_rows
     from onward.flows.live_view.view import live_view
 
     asked_ms = time.time_ns() // 1_000_000
     with live_view() as view:
-        print("onward: checking the configuration, the model and the data", file=sys.stderr, flush=True)
-        with no_run_yet():
+        say("checking the configuration, the model and the data")
+        try:
             given = layers()
             resolved, where = given.checked_here(), given.layered().origins
             if named and named.name == resolved.name:
@@ -110,6 +110,10 @@ def _begin(layers: Callable[[], Given], named: NamedRun | None = None) -> RunOut
                 raise ConfigError(f"{also}; choose another")
             with exit_on_sigterm():  # which says that only the main thread can be interrupted
                 check_all_rows(resolved)
+        except OnwardError as error:
+            if error.exit_code == ConfigError.exit_code:
+                error.add_note("no run has begun")  # the command line prints it
+            raise
         return _train(resolved, view, named=named, origins=where, asked_ms=asked_ms)
 
 
@@ -140,11 +144,11 @@ def resume(
     from onward.flows.running.resuming import check_settings, checked_run, outcome_if_finished
     from onward.tasks.checks.file_check import check_files
     from onward.trainer.run.directory import read_config
-    from onward.trainer.run.records import read_record
+    from onward.trainer.run.records import record_if_written
     from onward.trainer.run.remote.local_copies import LocalCopies
 
     asked_ms = time.time_ns() // 1_000_000
-    changes: list[Override] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+    changes: list[Override] = changes_in(overrides)
     if is_in_store(run):
         run = fetch_run(run, lambda _: changes, allow_code=allow_code).root.name
     found = checked_run(run, changes, from_start=from_start)
@@ -152,7 +156,7 @@ def resume(
         return outcome
     if not accept_config:
         check_settings(found, accept=False)
-    known = read_record(found.remote, LocalCopies) if found.remote.exists() else None
+    known = record_if_written(found.remote, LocalCopies)
     with live_view() as view:
 
         def check(sections: Mapping[str, Any]) -> list[str]:
@@ -199,12 +203,12 @@ def _train(
         made_ahead(store_of(config.monitor)) as mlflow_import,
         prefect_server(),
     ):
-        mlflow_import.join()  # what follows imports the packages that MLflow imports, too
-        print("onward: opening the flow in Prefect", file=sys.stderr, flush=True)
+        mlflow_import.result()  # what follows imports the packages that MLflow imports, too
+        say("opening the flow in Prefect")
         run, flow_run = create_flow_run(config, resume=resume, named=named, asked_ms=asked_ms)
         paused.close()
         try:
-            print(f"onward: run {flow_run.name} in {run.root}", file=sys.stderr)
+            say(f"run {flow_run.name} in {run.root}")
             if not resume:
                 record_origins(run, origins_of(config, origins), flat_settings(config))
             with flow_log(run):
@@ -215,9 +219,9 @@ def _train(
             if isinstance(error, OnwardError) and error.exit_code == ConfigError.exit_code and not resume:
                 error.add_note(f"{flow_run.name} has begun, and stays in {run.root} and in Prefect as failed")
             if has_begun(run) and not would_end_again(type(error).__name__):
-                print(f"onward: {how_to_continue(run)}", file=sys.stderr)
+                say(how_to_continue(run))
             raise
-    return outcome_of(run, config.data, config.losses, config.checkpoint, exported)
+    return outcome_of(run, exported)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
@@ -239,8 +239,7 @@ def _exit_with(error: OnwardError) -> NoReturn:
     print("; ".join((f"To do: {status.to_do}", *getattr(error, "__notes__", ()))), file=sys.stderr)
     # the arguments themselves, because the error may come from before the command has read its options
     if "--json" in sys.argv:
-        result: dict[str, Any] = {"error": type(error).__name__, "problems": problems}
-        print_json({**result, "exit_code": error.exit_code})
+        print_json({"error": type(error).__name__, "problems": problems, "exit_code": error.exit_code})
     sys.exit(error.exit_code)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable
+from onward.trainer.errors import ConfigError, RuntimeUnavailable
 
 if TYPE_CHECKING:
     from onward.trainer.config.layers import Layered, Source
@@ -22,6 +22,11 @@ Config: TypeAlias = "AnyPath | Mapping[str, Any] | RunConfig | Sequence[AnyPath 
 several files, examples and mappings, of which later ones win."""
 Overrides: TypeAlias = "Mapping[str, Any] | Iterable[str]"
 """Settings that replace those of a configuration: {"train.num_steps": 10}, or lines such as "train.num_steps=10"."""
+
+
+def changes_in(overrides: Overrides) -> list[Any]:
+    """Return overrides as `load_config` takes them: pairs of setting and value, or lines."""
+    return [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,10 @@ class Given:
         """Find files and examples by their names. Raises ConfigError when there is neither."""
         from onward.flows.examples import Example, find_config
 
+        given: list[Any] = [config]
         # a string is a sequence, too, but names one file
-        given = [config] if isinstance(config, str | os.PathLike | Mapping) or not _is_several(config) else list(config)
+        if isinstance(config, Sequence) and not isinstance(config, str):
+            given = list(config)
         layers: list[Any] = []
         examples: list[Example] = []
         for each in given:
@@ -51,10 +58,7 @@ class Given:
                 layers += [found.config, {"model": {"path": found.model}}]
             else:
                 layers.append(found)
-        changes: list[Override] = [
-            *(overrides.items() if isinstance(overrides, Mapping) else overrides),
-            *sections.items(),
-        ]
+        changes = [*changes_in(overrides), *sections.items()]
 
         def check(sections: Mapping[str, Any]) -> list[str]:
             from onward.tasks.checks.file_check import check_files  # here: it takes a second to import
@@ -134,10 +138,6 @@ def check_all_rows(config: RunConfig) -> None:
             raise ConfigError(problems)
 
 
-def _is_several(config: object) -> bool:
-    return isinstance(config, Sequence) and not isinstance(config, str)
-
-
 def config(config: Config, overrides: Overrides = (), /, *, profile: str = "", **sections: Any) -> RunConfig:
     """Return the resolved configuration: defaults, then `config`, then `overrides`, then `sections`.
 
@@ -171,17 +171,6 @@ def checked_config(config: Config, overrides: Overrides = (), /, *, profile: str
     """
     given = Given.of(config, overrides, sections, profile=profile)
     return given.load(given.check)
-
-
-@contextlib.contextmanager
-def no_run_yet() -> Iterator[None]:
-    """Add to a refusal inside that no run has begun; the command line prints it."""
-    try:
-        yield
-    except OnwardError as error:
-        if error.exit_code == ConfigError.exit_code:
-            error.add_note("no run has begun")
-        raise
 
 
 @contextlib.contextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from onward.flows.configuration import AnyPath, Overrides, changes_in
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from onward.flows.configuration import AnyPath, Overrides
     from onward.trainer.proposal.initialise import Proposed
 
 
@@ -43,7 +42,7 @@ def init(
     copies, problems = fetch(named, with_registered(named))
     if problems:
         raise ConfigError(problems)
-    changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+    changes = changes_in(overrides)
     path = Path(named["model"]["path"])
     source = named["data"]["source"]
     return initialise(

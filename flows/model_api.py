@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from onward.flows.configuration import AnyPath, Overrides, checked_config
+from onward.flows.configuration import AnyPath, Overrides, changes_in, checked_config
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def doctor(
     from onward.trainer.rehearsal.guards.guarded_files import with_guard
 
     files = [local_file(Path(file)) for file in converters]
-    changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+    changes = changes_in(overrides)
     changes += [("data.label", label)] if label else []
     if Path(model).suffix == ".onnx":
         path = local_model(Path(model))

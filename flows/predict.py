@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from onward.flows.configuration import AnyPath, Overrides
-from onward.trainer.errors import ConfigError, DataError
+from onward.flows.configuration import AnyPath, Overrides, changes_in
+from onward.trainer.errors import ConfigError, DataError, say
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from onward.trainer.export.served.predictor import Predictor
 
 BadRows = Literal["fail", "skip"]
+Inputs: TypeAlias = Mapping[str, Sequence[str]] | None
+"""Of a file without preprocessing.json: input -> the columns that are stacked to it."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def predict(
     data: Any,
     *,
     top: int = 0,
-    inputs: Mapping[str, Sequence[str]] | None = None,
+    inputs: Inputs = None,
     batch_size: int = 0,
     bad_rows: BadRows = "fail",
 ) -> pd.DataFrame:
@@ -102,7 +103,7 @@ def evaluate(
 
     opened = open_model(source)
     guessed: tuple[str, ...] = ()
-    changes: list[Any] = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
+    changes = changes_in(overrides)
     if _finds_boxes(opened, changes):
         from onward.flows.box_evaluation import measure_boxes
 
@@ -168,7 +169,7 @@ def predictions(
     source: AnyPath,
     data: Any,
     *,
-    inputs: Mapping[str, Sequence[str]] | None = None,
+    inputs: Inputs = None,
     batch_size: int = 0,
     bad_rows: BadRows = "fail",
     report: Callable[[int, float], None] | None = None,
@@ -207,7 +208,7 @@ def raw_batches(
         raise
 
 
-def open_model(source: AnyPath, *, inputs: Mapping[str, Sequence[str]] | None = None) -> OpenedModel:
+def open_model(source: AnyPath, *, inputs: Inputs = None) -> OpenedModel:
     """Open an ONNX file, the exported file of a run, or a registered model, with its preprocessing.
 
     Raises ConfigError when there is no such file, run or model, or it cannot predict.
@@ -262,4 +263,4 @@ def _file_of(source: str) -> tuple[Path, RunConfig | None]:
 
 def print_progress(rows: int, elapsed_s: float) -> None:
     """Print how many rows are predicted, and how fast, on stderr."""
-    print(f"onward: {rows:,} rows, {rows / elapsed_s:,.0f} rows/s", file=sys.stderr, flush=True)
+    say(f"{rows:,} rows, {rows / elapsed_s:,.0f} rows/s")

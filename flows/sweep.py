@@ -14,10 +14,9 @@ import logging
 from collections.abc import Iterator
 from typing import Any, cast
 
-from prefect import State, flow, runtime, tags
+from prefect import State, flow, tags
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
-from prefect.settings import get_current_settings
 from prefect.states import Pending
 
 from onward.flows.run_state.flow_log import flow_log
@@ -30,6 +29,7 @@ from onward.flows.train_onnx import end_mlflow_run_as
 from onward.infra.job.process_identity import this_process
 from onward.infra.mlflow.tracking import Tracker
 from onward.infra.servers.service_state import try_lock
+from onward.tasks.configure import prefect_url
 from onward.trainer.errors import ConfigError, TrainingFailed
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.recorded.sweep_records import Sweep, SweepDir, SweepResult, best_of, describe_settings
@@ -118,15 +118,13 @@ def locked(folder: SweepDir) -> Iterator[None]:
 
 def identify(folder: SweepDir, plan: Sweep) -> RunIdentity:
     """Create or find the sweep's MLflow run; write `identity.json`. Raises RuntimeUnavailable without MLflow."""
-    ui = get_current_settings().ui_url
-    flow_run_id = runtime.flow_run.get_id()
     identity = RunIdentity(
         run_id=plan.sweep_id,
         name=plan.name,
         config_name=plan.config_name,
         created_at=plan.created_at,
         model_sha256="",
-        prefect_url=f"{ui}/v2/runs/flow-run/{flow_run_id}" if ui and flow_run_id else "",
+        prefect_url=prefect_url(),
         tracking_uri=plan.tracking_uri,
     )
     mlflow_run_id, url = report.start_run(identity, plan)

@@ -111,22 +111,19 @@ class WeightsAndBiases:
         else:
             log.info("Weights & Biases: %s", self._run.url)
 
-    def scalars(self, values: Mapping[str, float], *, step: int, at_ms: int) -> None:
+    def scalars(self, values: Mapping[str, Any], *, step: int, at_ms: int) -> None:
         """Add values to the row of a step. Rows are sent in the order of steps, and an earlier one is closed."""
-        self._add(values, step, at_ms)
+        # wandb closes a row as soon as a later step is logged, and drops values for an earlier one
+        if step >= self._next:
+            self._run.log({**values, "_timestamp": at_ms / 1000}, step=step)
+            self._next = step
 
     def histogram(self, name: str, counts: Sequence[int], edges: Sequence[float], *, step: int, at_ms: int) -> None:
         """Add a histogram; `len(edges) == len(counts) + 1`."""
         import wandb
 
         drawn = wandb.Histogram(np_histogram=(np.asarray(counts), np.asarray(edges)))
-        self._add({name: drawn}, step, at_ms)
-
-    def _add(self, values: Mapping[str, Any], step: int, at_ms: int) -> None:
-        # wandb closes a row as soon as a later step is logged, and drops values for an earlier one
-        if step >= self._next:
-            self._run.log({**values, "_timestamp": at_ms / 1000}, step=step)
-            self._next = step
+        self.scalars({name: drawn}, step=step, at_ms=at_ms)
 
     def flush(self) -> None:
         """Do nothing: a process of wandb sends what it gets."""

@@ -119,7 +119,9 @@ class CheckpointRetention:
             # a resumed attempt may have written the same step again, with other bytes
             if info is None or not _unchanged(info):
                 try:
-                    info = _verify_beside_training(path)
+                    # every byte is read, with a lower priority than the ranks that train meanwhile
+                    with ThreadPoolExecutor(1, "verification", lower_priority) as thread:
+                        info = thread.submit(verify, path).result().info
                 except CheckpointError as error:
                     # renamed, so that no resume tries it, and kept, so that somebody can look at it
                     self._log.warning("%s; renamed to %s", error, set_aside(path).name)
@@ -127,12 +129,6 @@ class CheckpointRetention:
                 self._log.info("step %d: %s is complete, %.1f MB", info.step, path.name, info.bytes / 1e6)
             infos.append(info)
         return mark_best(infos, self._config)
-
-
-def _verify_beside_training(path: Path) -> CheckpointInfo:
-    """Read every byte of a checkpoint, as `verify`, with a lower priority than the ranks that train meanwhile."""
-    with ThreadPoolExecutor(1, "verification", lower_priority) as thread:
-        return thread.submit(verify, path).result().info
 
 
 def _unchanged(info: CheckpointInfo) -> bool:

@@ -8,7 +8,6 @@ The directory is named after the Prefect flow run, so a Retry in Prefect (the sa
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,7 +45,7 @@ from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.kept_settings import accepted_changes, refuse_edited, write_settings
 from onward.trainer.run.names import name_of
 from onward.trainer.run.recorded.sweep_records import membership
-from onward.trainer.run.records import Rehearsal, RunIdentity, read_record, record_if_written, write_record
+from onward.trainer.run.records import Rehearsal, RunIdentity, read_record, record_if_written, utc_now, write_record
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
     Python files that may be executed (deployment_limits.py); None = those that `settings` name. Raises ConfigError with
     all problems at once, and the errors of `rehearse` and `identify`.
     """
-    known = read_record(run.remote, LocalCopies) if run.remote.exists() and run.config.exists() else None
+    known = record_if_written(run.remote, LocalCopies) if run.config.exists() else None
     checked: list[CheckedFiles] = []
 
     def check(sections: Sections) -> list[str]:
@@ -153,12 +152,9 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         chosen = CHOSEN if given.parallel.memory_gib else {*CHOSEN, "parallel.memory_gib"}
         before = {key: value for key, value in before.items() if key not in chosen}
         now = {key: value for key, value in now.items() if key not in chosen}
-    if given.model.fixed_batch == "auto":
-        before["model.fixed_batch"] = "auto"
-    if given.precision.compute == "auto":
-        before["precision.compute"] = "auto"
-    if given.graph.compile == "auto":
-        before["graph.compile"] = "auto"
+    for key in ("model.fixed_batch", "precision.compute", "graph.compile"):
+        if now[key] == "auto":
+            before[key] = "auto"
     # the best value that is saved keeps its meaning: `stop` has limits alone
     for name in type(saved.stop).model_fields:
         before[f"stop.{name}"] = now[f"stop.{name}"]
@@ -169,7 +165,7 @@ def refuse_changes(saved: RunConfig, given: RunConfig) -> None:
         )
 
 
-def _log(found: Rehearsal, crowded: str = "") -> None:
+def _log(found: Rehearsal, crowded: str) -> None:
     """Log what the rehearsal found: Prefect's page and the terminal of `onward run` show it."""
     log.info("%s", found.summary)
     if crowded:
@@ -224,7 +220,7 @@ def identify(run: RunDir, config: RunConfig) -> RunIdentity:
     trial = membership(run)
     name = name_of(run, config.name, wanted=config.name if trial else "")
     identity = known or _new_identity(run, config.name, config.monitor, is_trial=trial is not None)
-    current = {"run_id": run.root.name, "name": name, "prefect_url": _prefect_url()}
+    current = {"run_id": run.root.name, "name": name, "prefect_url": prefect_url()}
     identity = identity.model_copy(update=current | {"model_sha256": digest, "code_sha256": code})
     try:
         tracker = tracking.Tracker(identity.tracking_uri)
@@ -258,7 +254,7 @@ def _new_identity(run: RunDir, name: str, monitor: MonitorConfig, *, is_trial: b
         name=name,
         # the name of a trial is the sweep's, with its number behind it
         config_name=name.rpartition("-")[0] if is_trial else name,
-        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created_at=utc_now(),
         model_sha256="",
         tracking_uri=store_of(monitor),
         git_commit=commit_of(Path.cwd()),
@@ -274,7 +270,7 @@ def _model_of_checkpoint(run: RunDir) -> str:
     return ""
 
 
-def _prefect_url() -> str:
+def prefect_url() -> str:
     """Return the address of the flow run's page; empty outside of a flow."""
     flow_run_id = runtime.flow_run.get_id()
     ui = get_current_settings().ui_url

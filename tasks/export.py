@@ -162,17 +162,15 @@ def register(run: RunDir, exported: ExportedModel, *, tags: dict[str, str]) -> E
     # metrics that the run has sent already are named again by the same points, so that MLflow stores them once
     sent = points_of_file(points_of_step(RunHistory.of(run.events, series=()), exported.step), average=average)
     parity = {"exported/parity": exported.parity}
-    documents = [*exported.preprocessing]
-    if exported.card:
-        documents.append(exported.card)
-    documents += _optimized(exported)
+    cards = [exported.card] if exported.card else []
+    documents = (*exported.preprocessing, *cards, *_optimized(exported))
     names = {info.name for info in signature.inputs}
     with np.load(example_in(run.export), allow_pickle=False) as example:
         file = ModelFile(
             path=exported.path,
             sha256=exported.sha256,
             beside=exported.beside,
-            documents=tuple(documents),
+            documents=documents,
             inputs=tuple(map(_port, signature.inputs)),
             outputs=tuple(map(_port, signature.outputs)),
             step=exported.step,
@@ -301,12 +299,16 @@ def copy_to(
         models = {data_file_of(places[variant.kind]): places[variant.kind] for variant in written if variant.data}
         # found now, while the former variants are there, and removed when nothing needs them
         former = [stale_data(places[each.kind], each.path) for each in written if each.path]
-        stale = {path for path in former if path is not None}
+        stale = {path for path in former if path}
         # The model itself last: when it is there, all its files are.
         for file, place in {**all_copies, exported.path: target}.items():
             _copy(file, place, temporary=temporary, model=models.get(place))
+    # data of variants that were replaced by one without: no model names it any more, so that a file that cannot be
+    # removed takes space, and does no other harm
     for unused in stale.difference(all_copies.values()):
-        _remove_stale(unused)
+        with contextlib.suppress(OSError):
+            if not not_ours([unused]):
+                unused.unlink()
 
     def copied(files: Sequence[Path]) -> tuple[Path, ...]:
         return tuple(copies[file] for file in files)
@@ -343,14 +345,6 @@ def _copy(file: Path, place: Path, *, temporary: bool, model: Path | None) -> No
     except OSError as error:
         why = f"cannot write the exported file to {place}: {error}"
         raise (storage_error(error, place) or RuntimeUnavailable(why)) from error
-
-
-def _remove_stale(data: Path) -> None:
-    """Remove the data file of a variant that has been replaced by one without, if an export has written it."""
-    # no model names it any more: one that cannot be removed takes space, and does no other harm
-    with contextlib.suppress(OSError):
-        if not not_ours([data]):
-            data.unlink()
 
 
 def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConfig) -> ExportedModel:

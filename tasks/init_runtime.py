@@ -110,7 +110,7 @@ def _check_hosts(run: RunDir, launch: LaunchConfig, files: Mapping[str, str], *,
 def needs_of(run: RunDir, model: Path, parallel: ParallelConfig) -> Needs:
     """Return what the rehearsal has computed; of a run that was not rehearsed, the weights alone."""
     known = read_record(run.rehearsal, Rehearsal).needs if run.rehearsal.exists() else None
-    if known is not None:
+    if known:
         return known
     size = model_bytes(model)
     divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
@@ -127,7 +127,7 @@ def _launch(run: RunDir, launch: LaunchConfig, world_size: int, *, log: Path) ->
         raise RuntimeUnavailable(str(error)) from error
     if outcome.lost_hosts:
         raise RuntimeUnavailable(f"{silence(outcome.lost_hosts)}, while the ranks started; resume when they do")
-    if (first := run.first_error(0)) is not None:
+    if first := run.first_error(0):
         sentence = first.cause.removeprefix("RuntimeUnavailable: ")
         where = f"rank {first.rank} on {first.host}: "
         # one rank reports what it has found of all: a line that names a rank is about that one

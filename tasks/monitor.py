@@ -29,7 +29,7 @@ from onward.tasks.shown.training_progress import Periodic, Progress
 from onward.trainer.events import CheckpointSaved, Ended, Evaluated, Event, NonFiniteLoss, Started
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.history import RunHistory
-from onward.trainer.run.records import AttemptResult, MetricsSummary, read_record, write_record
+from onward.trainer.run.records import AttemptResult, MetricsSummary, record_if_written, write_record
 
 LOG_PERIOD_S = 10.0
 ARTIFACT_PERIOD_S = 5.0
@@ -83,10 +83,10 @@ def monitor(run: RunDir, *, tick_s: float = 0.5, patience_s: float = 60.0) -> Me
 
 def _outcome(run: RunDir) -> Literal["FINISHED", "FAILED", "KILLED"]:
     """Return how training ended, from the result of the newest attempt; without a result it has failed."""
-    result = run.result(run.current_attempt)
-    if not result.exists():
+    result = record_if_written(run.result(run.current_attempt), AttemptResult)
+    if result is None:
         return "FAILED"
-    return "FINISHED" if read_record(result, AttemptResult).status == "done" else "KILLED"
+    return "FINISHED" if result.status == "done" else "KILLED"
 
 
 class LogLines:

@@ -29,7 +29,7 @@ from onward.trainer.data.storage.first_rows import source_bytes
 from onward.trainer.data.storage.part_processes import THIS_MACHINE
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.sharding_progress import speed
-from onward.trainer.data.storage.shards import ShardFile, ShardManifest, Split
+from onward.trainer.data.storage.shards import ShardManifest, Split
 from onward.trainer.data.text.masking import describe_masks
 from onward.trainer.errors import ConfigError
 from onward.trainer.quantities import mb
@@ -80,8 +80,13 @@ def shard_data(run: RunDir) -> ShardManifest:
             "makes %d; lower train.global_batch_size, or train for more epochs",
             *(config.train.global_batch_size, stream.num_rows, config.train.steps_of_run(stream.num_rows)),
         )
-    if config.train.shuffle is True:
-        _warn_of_memory(manifest.size_bytes("train"))
+    size_bytes = manifest.size_bytes("train")
+    if config.train.shuffle is True and not fits_in_memory(size_bytes):
+        log.warning(
+            "the shards to train on take %s, more than half of the free memory of this host: each row reads a page of "
+            "4 KB from the disk; train.shuffle = 'blocks' reads the shards about once per epoch",
+            mb(size_bytes),
+        )
     if manifest.test:
         log.info("%d rows are kept for the test of the exported file", manifest.rows("test"))
     if manifest.preprocessing:
@@ -120,15 +125,6 @@ def _say_boxes(data: DataConfig) -> None:
             log.info("%s: %s", source, found)
 
 
-def _warn_of_memory(size_bytes: int) -> None:
-    if not fits_in_memory(size_bytes):
-        log.warning(
-            "the shards to train on take %s, more than half of the free memory of this host: each row reads a page of "
-            "4 KB from the disk; train.shuffle = 'blocks' reads the shards about once per epoch",
-            mb(size_bytes),
-        )
-
-
 def _refuse_changes(run: RunDir, manifest: ShardManifest) -> None:
     """Raise ConfigError when training began on other data, to which the sample order in its checkpoints belongs."""
     key = manifest.key
@@ -143,17 +139,13 @@ def _refuse_changes(run: RunDir, manifest: ShardManifest) -> None:
     # the run came from another machine, which may have other versions of what decodes pictures, sound or text
     if run.began_with.exists():
         there = read_record(run.began_with, ShardManifest)
-        for one, other in zip(_all_files(there), _all_files(manifest), strict=True):
+        for one, other in zip(there.all_files, manifest.all_files, strict=True):
             if one.sha256 != other.sha256:
                 raise ConfigError(
                     f"the same data has become other shards on this machine: {one.name} has SHA-256 "
                     f"{other.sha256[:12]}, and {one.sha256[:12]} where the run began; install the packages of "
                     f"{run.packages}, or start a new run"
                 )
-
-
-def _all_files(manifest: ShardManifest) -> tuple[ShardFile, ...]:
-    return (*manifest.train, *manifest.evaluation, *manifest.test)
 
 
 def _record(run: RunDir, data: DataConfig, manifest: ShardManifest) -> None:

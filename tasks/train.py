@@ -66,7 +66,7 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     before = result_of(run, run.current_attempt)
     # a run that had ended early goes on where [stop] was changed since
     goes_on = before and before.ended_early and not reason_to_end(before.stop, config.stop, config.checkpoint)
-    if before is not None and before.status == "done" and not goes_on:
+    if before and before.status == "done" and not goes_on:
         return _write_record(run, before)
     try:
         # Before an attempt begins, which would take the run directory away from a job that is still running.
@@ -89,15 +89,15 @@ def train(run: RunDir) -> TrainResult | State[Any]:
     ending = attempt.end(outcome, asked=returned.said)
     # Only the result file counts: mpirun, for one, exits with 0 when a remote host has failed.
     result = result_of(run, attempt.number)
-    record = _write_record(run, result) if result is not None else None
-    if record is not None and record.status == "done":
+    record = _write_record(run, result) if result else None
+    if record and record.status == "done":
         leave_hosts(run)
         return record
     # its scheduler has signalled the ranks, and the flow ends as if it had been signalled, too
     if ending.kind == "preempted" and not returned.said and batch_job():
         return Cancelled(message=BY_SIGTERM)
     # with a record the ranks saved in time; without one only the earlier checkpoints are left
-    if ending.kind == "stopped" and record is not None:
+    if ending.kind == "stopped" and record:
         return Cancelled(message=f"stopped; the checkpoint of step {record.step} is saved")
     if ending.kind == "stopped" and outcome.reason == "stopped":
         limit = f"{config.launch.stop_grace_s:g} s (launch.stop_grace_s)"
@@ -152,7 +152,7 @@ def _write_record(run: RunDir, last: AttemptResult) -> TrainResult:
         step=last.step,
         samples_seen=last.samples_seen,
         metrics=last.metrics,
-        elapsed_s=sum(attempt.elapsed_s for attempt in attempts if attempt is not None),
+        elapsed_s=sum(attempt.elapsed_s for attempt in attempts if attempt),
         ended_early=last.ended_early,
     )
     write_record(run.train, record)

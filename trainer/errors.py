@@ -25,6 +25,7 @@ Each message says what happened, with the numbers, and what to do.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 
@@ -185,3 +186,8 @@ def printed(problems: Sequence[str]) -> list[str]:
         lines.append(text if len(text) <= MAX_PROBLEM else f"{text[:MAX_PROBLEM]}... ({len(text):,} characters)")
     more = len(problems) - len(lines)
     return [*lines, f"... and {more:,} more"] if more else lines
+
+
+def say(text: str) -> None:
+    """Print a line on stderr: what a command does, or has found."""
+    print(f"onward: {text}", file=sys.stderr, flush=True)

@@ -79,11 +79,8 @@ def old_flow_runs(
     old = []
     for run in runs:
         is_old = run.updated is not None and run.updated < before
-        if is_old and not is_kept(_directory_name(run)):
+        # the directory has the name of the run that it resumed, of its sweep, or its own id
+        directory = run.parameters.get("sweep") or run.parameters.get("resume") or run.id
+        if is_old and not is_kept(str(directory)):
             old.append(run.id)
     return old
-
-
-def _directory_name(run: FlowRun) -> str:
-    """Return the name of the directory of a flow run: that of the run that it resumed, of its sweep, or its own id."""
-    return str(run.parameters.get("sweep") or run.parameters.get("resume") or run.id)

@@ -65,7 +65,7 @@ def _found(rules: Rules, kinds: tuple[Kind, ...], facts: Facts, prefect: SyncPre
             if why:
                 kept.append(Kept(name=run.root.name, why=why))
             else:
-                items.append(Item(kind="run", name=str(run.root), bytes=size_of(run.root), why=_history(run, facts)))
+                items.append(_item("run", run.root, _history(run, facts)))
                 doomed.add(run.root.name)
     # shards and checkpoints are needed by the runs that stay
     remaining = [run for run in runs_of_home() if run.root.name not in doomed]
@@ -74,10 +74,7 @@ def _found(rules: Rules, kinds: tuple[Kind, ...], facts: Facts, prefect: SyncPre
     if "checkpoint" in kinds:
         items += _leftovers(remaining, rules)
     if "temporary" in kinds:
-        items += [
-            Item(kind="temporary", name=str(path), bytes=size_of(path), why="its process was killed")
-            for path in abandoned()
-        ]
+        items += [_item("temporary", path, "its process was killed") for path in abandoned()]
     if "mlflow" in kinds:
         items += _mlflow(facts, doomed, kept)
     if prefect and "prefect" in kinds:
@@ -95,6 +92,10 @@ def size_of(folder: Path) -> int:
     files = (path for path in folder.rglob("*") if path.is_file())
     # a link has the size of its path only, and what it leads to belongs to another directory
     return sum(path.lstat().st_size for path in files if not path.is_symlink())
+
+
+def _item(kind: Kind, path: Path, why: str) -> Item:
+    return Item(kind=kind, name=str(path), bytes=size_of(path), why=why)
 
 
 def cutoff(rules: Rules) -> datetime.datetime:
@@ -147,20 +148,19 @@ def _shards(remaining: list[RunDir], rules: Rules, kept: list[Kept]) -> Iterator
             if not (path / "manifest.json").is_file():
                 kept.append(Kept(name=str(path), why="it has no manifest.json, so it is not known to be shards"))
             elif (age := age_days(path)) >= max(rules.days, 1 / 24):  # a run that has just begun may have found them
-                yield Item(kind="shards", name=str(path), bytes=size_of(path), why=f"of no run, {age:.0f} days old")
+                yield _item("shards", path, f"of no run, {age:.0f} days old")
 
 
 def _leftovers(remaining: list[RunDir], rules: Rules) -> Iterator[Item]:
     """Yield damaged checkpoints, and runs that a crash has left half deleted."""
     for run in remaining:
         if run.root.name.startswith(".removed-"):
-            yield Item(kind="run", name=str(run.root), bytes=size_of(run.root), why="half deleted")
+            yield _item("run", run.root, "half deleted")
         elif not is_running(run):
             # discarded: a damaged one of a run that was begun again with `onward resume --from-start`
             for path in sorted((*run.checkpoints.glob("step-*.damaged"), *run.checkpoints.glob("step-*.discarded"))):
                 if (age := age_days(path)) >= rules.days:
-                    why = f"{path.suffix[1:]}, set aside {age:.0f} days ago"
-                    yield Item(kind="checkpoint", name=str(path), bytes=size_of(path), why=why)
+                    yield _item("checkpoint", path, f"{path.suffix[1:]}, set aside {age:.0f} days ago")
 
 
 def _mlflow(facts: Facts, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,16 +40,16 @@ def pause(name: Name, as_json: Json = False) -> None:
 
     No run begins by itself any more; one that has begun goes on, and `onward deployments run` starts one all the same.
     """
-    from onward.flows.deploying.deployments import pause
+    from onward.flows.deploying.deployments import set_paused
 
-    _change(name, pause, as_json=as_json)
+    _change(name, partial(set_paused, paused=True), as_json=as_json)
 
 
 def resume(name: Name, as_json: Json = False) -> None:
     """Start the schedules of a paused deployment again."""
-    from onward.flows.deploying.deployments import resume
+    from onward.flows.deploying.deployments import set_paused
 
-    _change(name, resume, as_json=as_json)
+    _change(name, partial(set_paused, paused=False), as_json=as_json)
 
 
 def delete(name: Name, as_json: Json = False) -> None:

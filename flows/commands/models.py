@@ -107,8 +107,10 @@ def bundle(
     from onward.flows.run_state.exports import bundle as write
 
     listing = write(source, file)
-    facts = {"path": str(file.absolute()), "bytes": file.stat().st_size, "run": listing.run, "step": listing.step}
-    print_facts({**facts, "files": len(listing.files)}, as_json=as_json)
+    size = file.stat().st_size
+    facts = {"path": str(file.absolute()), "bytes": size, "run": listing.run, "step": listing.step}
+    facts["files"] = len(listing.files)
+    print_facts(facts, as_json=as_json)
 
 
 def promote(
@@ -157,6 +159,9 @@ def example(
     print_facts({"config": str(config), "to_train_it": f"onward run {shlex.quote(str(config))}"}, as_json=as_json)
 
 
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the initial weights.")]
+
+
 def squeezenet(
     output: Output,
     num_classes: Annotated[int, typer.Option(min=1, max=10_000_000, help="Number of classes of the output.")] = 1000,
@@ -165,7 +170,7 @@ def squeezenet(
     ] = 224,
     channels: Annotated[int, typer.Option(min=1, max=65_536, help="Channels of the images.")] = 3,
     dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Dropout ratio before the last layer.")] = 0.5,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the initial weights.")] = 0,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Write SqueezeNet v1.1: image to logits."""
@@ -187,7 +192,7 @@ def gpt2(
     num_heads: Annotated[int, typer.Option(min=1, max=65_536, help="Attention heads of each block.")] = 12,
     width: Annotated[int, typer.Option(min=1, max=65_536, help="Width of the hidden state.")] = 768,
     dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Dropout ratio.")] = 0.1,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the initial weights.")] = 0,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Write GPT-2: input_ids to logits. The default sizes are those of the 124M model."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +10,8 @@ import typer
 
 from onward.flows import predict as api
 from onward.flows.commands.common import Boxes, Json, print_facts, print_json, with_boxes
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, say
 
-BadRows = StrEnum("BadRows", ["fail", "skip"])
 SHOWN_ROWS = 20
 """Rows that are printed without a file to write them into."""
 
@@ -46,7 +43,7 @@ Inputs = Annotated[
 BatchSize = Annotated[
     int, typer.Option(min=0, max=1_000_000, help="Rows at a time; 0 = 32 images or texts, 1024 rows of numbers.")
 ]
-OnBadRows = Annotated[BadRows, typer.Option(help="Fail with all rows that cannot be read, or skip them.")]
+OnBadRows = Annotated[api.BadRows, typer.Option(help="Fail with all rows that cannot be read, or skip them.")]
 
 
 def predict(
@@ -70,7 +67,7 @@ def predict(
     ] = 0,
     inputs: Inputs = None,
     batch_size: BatchSize = 0,
-    bad_rows: OnBadRows = BadRows.fail,
+    bad_rows: OnBadRows = "fail",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -94,7 +91,7 @@ def predict(
         data,
         inputs=parsed_inputs(inputs),
         batch_size=batch_size,
-        bad_rows="skip" if bad_rows is BadRows.skip else "fail",
+        bad_rows=bad_rows,
         report=api.print_progress,
     )
     if output:
@@ -102,8 +99,7 @@ def predict(
             write_masks(path, found, overwrite=overwrite)
         else:
             write_predictions(path, found, top=top, overwrite=overwrite)
-        facts: dict[str, Any] = {"path": str(output), "rows": found.num_rows}
-        print_facts({**facts, **_skipped(found.bad)}, as_json=as_json)
+        print_facts({"path": output, "rows": found.num_rows, **_skipped(found.bad)}, as_json=as_json)
     else:
         _print_rows(found, top, as_json=as_json)
 
@@ -128,7 +124,7 @@ def _print_rows(found: Any, top: int, *, as_json: bool) -> None:
     heads = tuple(first[0])
     table((tuple(map(_cell, row.values())) for row in first[:SHOWN_ROWS]), heads=heads)
     for row, why in found.bad.items():
-        print(f"onward: skipped {row}: {why}", file=sys.stderr)
+        say(f"skipped {row}: {why}")
     if len(first) > SHOWN_ROWS:
         print(f"... -o FILE.csv writes all rows, not only the first {SHOWN_ROWS}")
 
@@ -170,7 +166,7 @@ def evaluate(
     ] = None,
     boxes: Boxes = None,
     batch_size: BatchSize = 0,
-    bad_rows: OnBadRows = BadRows.fail,
+    bad_rows: OnBadRows = "fail",
     as_json: Json = False,
 ) -> None:
     """Measure the loss and all metrics that fit it on labelled rows. Nothing is trained.
@@ -184,7 +180,7 @@ def evaluate(
         data,
         with_boxes(overrides, boxes),
         batch_size=batch_size,
-        bad_rows="skip" if bad_rows is BadRows.skip else "fail",
+        bad_rows=bad_rows,
         report=api.print_progress,
     )
     skipped = _skipped(dict(found.skipped))
@@ -192,5 +188,5 @@ def evaluate(
         print_json({"rows": found.rows, "metrics": found.metrics, "guessed": found.guessed, **skipped})
         return
     for line in found.guessed:
-        print(f"onward: {line}", file=sys.stderr)
+        say(f"{line}")
     print_facts({"rows": found.rows, **found.metrics, **skipped}, as_json=False)

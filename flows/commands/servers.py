@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import sys
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -20,7 +19,7 @@ from onward.flows.commands.common import (
     print_facts,
     print_json,
 )
-from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.errors import RuntimeUnavailable, say
 
 
 def up(as_json: Json = False) -> None:
@@ -165,7 +164,7 @@ def _start_services(*names: str) -> dict[str, str]:
 
     make_private(onward_home())
     if missing := [name for name in names if name not in services.running(onward_home())]:
-        print(f"onward: starting {', '.join(missing)}, which may take a minute", file=sys.stderr, flush=True)
+        say(f"starting {', '.join(missing)}, which may take a minute")
     try:
         urls = services.up(onward_home(), names)
     except services.ServiceError as error:

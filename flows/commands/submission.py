@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from onward.flows.commands.common import ConfigFile, Json, Overrides, Profile, layers_of, print_facts
-
-
-class Scheduler(StrEnum):
-    """Where a run can be sent."""
-
-    slurm = "slurm"
-    kubernetes = "kubernetes"
-
-
-class Kind(StrEnum):
-    """As what a run is sent to Kubernetes."""
-
-    job = "job"
-    trainjob = "trainjob"
-    mpijob = "mpijob"
 
 
 def submit(
@@ -31,7 +15,7 @@ def submit(
     name: Annotated[
         str, typer.Option(metavar="NAME", help="Of the run, by which it is found and continued.", show_default=False)
     ] = "",
-    on: Annotated[Scheduler, typer.Option("--on", help="The scheduler.")] = Scheduler.slurm,
+    on: Annotated[Literal["slurm", "kubernetes"], typer.Option("--on", help="The scheduler.")] = "slurm",
     profile: Profile = "",
     nodes: Annotated[int, typer.Option(min=1, max=100_000, help="Hosts that share the ranks.")] = 1,
     sbatch: Annotated[
@@ -41,8 +25,9 @@ def submit(
         ),
     ] = None,
     kind: Annotated[
-        Kind, typer.Option(help="On Kubernetes: one pod, one pod by Kubeflow Trainer, or --nodes pods with ssh.")
-    ] = Kind.job,
+        Literal["job", "trainjob", "mpijob"],
+        typer.Option(help="On Kubernetes: one pod, one pod by Kubeflow Trainer, or --nodes pods with ssh."),
+    ] = "job",
     image: Annotated[str, typer.Option(help="On Kubernetes: the image of the pods.")] = "onward",
     claim: Annotated[
         str, typer.Option(help="On Kubernetes: the PersistentVolumeClaim that all pods mount at /onward.")
@@ -71,14 +56,13 @@ def submit(
     found = api.config(files, changes, profile=profile)
     if name == found.name:
         raise ConfigError(f"--name {name} is the name of the configuration; the run needs one of its own")
-    if on is Scheduler.kubernetes:
+    words = [*changes, *(["--profile", profile] if profile else [])]
+    if on == "kubernetes":
         from onward.flows.submitting.kubernetes_manifests import Pods, manifests_of
 
-        said = [*changes, *(["--profile", profile] if profile else [])]
-        print(manifests_of(name, found, files, said, Pods(kind.value, image, claim, nodes)), end="")
+        print(manifests_of(name, found, files, words, Pods(kind, image, claim, nodes)), end="")
         return
-    words = [str(Path(file).resolve()) if Path(file).is_file() else file for file in files]
-    words += [*changes, *(["--profile", profile] if profile else [])]
+    words = [*(str(Path(file).resolve()) if Path(file).is_file() else file for file in files), *words]
     script = slurm_script.script_of(name, found.launch, found.parallel, words, nodes=nodes, options=sbatch or ())
     if dry_run:
         print(script, end="")

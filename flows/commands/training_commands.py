@@ -22,7 +22,7 @@ from onward.flows.commands.common import (
     print_json,
 )
 from onward.flows.running import verify_run
-from onward.trainer.errors import CheckpointError, ConfigError
+from onward.trainer.errors import CheckpointError, ConfigError, say
 
 if TYPE_CHECKING:
     from onward.flows.run_state.run_status import RunOutcome
@@ -130,8 +130,7 @@ def verify(
         if not as_json:
             start = f"step {replayed.from_step}" if replayed.from_step else "the ONNX file"
             result = "other bits" if replayed.differences else "the same bits"
-            shown = {"replayed": f"from {start} to step {replayed.to_step}", "result": result}
-            print_facts(shown, as_json=False)
+            print_facts({"replayed": f"from {start} to step {replayed.to_step}", "result": result}, as_json=False)
     if as_json:
         print_json(facts)
     for problem in problems:
@@ -188,8 +187,9 @@ def stop(run: RunName = "last", as_json: Json = False) -> None:
     from onward.flows.running.stop import stop as stop_run
 
     ended = stop_run(run)
-    facts = {"name": ended.name, "state": ended.state, "step": ended.step, "cause": ended.error or ended.ending}
-    print_facts(facts | {"to_do": ended.to_do}, as_json=as_json)
+    cause = ended.error or ended.ending
+    facts = {"name": ended.name, "state": ended.state, "step": ended.step, "cause": cause, "to_do": ended.to_do}
+    print_facts(facts, as_json=as_json)
 
 
 def logs(
@@ -244,7 +244,7 @@ def runs(
     heads, rows = rows_of(shown, width)
     table(rows, heads=heads)
     if len(shown) < len(selected):
-        print(f"onward: the newest {len(shown)} of {len(selected)}; --all shows all", file=sys.stderr)
+        say(f"the newest {len(shown)} of {len(selected)}; --all shows all")
     for each in shown:
         if each["state"] == "damaged":
             print(f"{each['name'] or each['run_id']} is damaged: {each['error']}", file=sys.stderr)

@@ -14,11 +14,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from onward.flows.deploying.signed_limits import KEY, publish_limits, published_limits, withdraw_limits
 from onward.infra.servers.databases import without_password
 from onward.trainer.config.named_files import named_files
+from onward.trainer.config.rules import Sections
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.setting_paths import BUNDLED_SOURCES
@@ -49,9 +49,7 @@ class Limits(Section):
     """Whether every scheduled run that waits for a running one starts after it (waiting_runs.py)."""
 
 
-def limits_of(
-    name: str, settings: Mapping[str, Any], allowed: Iterable[str] = (), *, all_waiting: bool = False
-) -> Limits:
+def limits_of(name: str, settings: Sections, allowed: Iterable[str] = (), *, all_waiting: bool = False) -> Limits:
     """Return the limits of a deployment: the directories that its configuration names, and those `allowed` besides.
 
     Raises ConfigError for an allowed directory that does not exist and for code at a URL, whose content may change.
@@ -94,7 +92,7 @@ def waits_for_all(deployment_id: str) -> bool:
     return limits is not None and limits.all_waiting
 
 
-def check_limits(deployment_id: str, settings: Mapping[str, Any]) -> dict[str, str]:
+def check_limits(deployment_id: str, settings: Sections) -> dict[str, str]:
     """Return path -> SHA-256 of the Python files that a deployment's run may execute.
 
     Raises ConfigError with everything that its parameters name outside of the deployment's limits.
@@ -132,7 +130,7 @@ def _limits(deployment_id: str) -> Limits | None:
         raise ConfigError(f"{path}, {what}, is damaged; {AGAIN}") from None
 
 
-def _outside(settings: Mapping[str, Any], limits: Limits) -> Iterator[str]:
+def _outside(settings: Sections, limits: Limits) -> Iterator[str]:
     """Yield what is wrong with each path or URL that is not below one of the roots."""
     known = ", ".join(limits.roots) or "none"
     urls = [root for root in limits.roots if url_of(root)]
@@ -161,7 +159,7 @@ def _is_below(real: Path, limits: Limits) -> bool:
     return any(root.is_relative_to(home) or not real.is_relative_to(home) for root in below)
 
 
-def _unknown_code(settings: Mapping[str, Any], limits: Limits, code: Mapping[str, str]) -> Iterator[str]:
+def _unknown_code(settings: Sections, limits: Limits, code: Mapping[str, str]) -> Iterator[str]:
     """Yield the Python files that are not those of the limits. code: path -> SHA-256 of those that there are."""
     for key, file in named_files(settings):
         # compared by the real path: a link that was moved to other code is another file
@@ -178,7 +176,7 @@ def _unknown_code(settings: Mapping[str, Any], limits: Limits, code: Mapping[str
             )
 
 
-def _places(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _places(settings: Sections) -> Iterator[tuple[str, str]]:
     """Yield (setting, value) of each path and URL that is given; not of code, and not of names of bundled data."""
     yield from ((key, file.location) for key, file in named_files(settings) if not file.is_code)
     data: DataConfig = settings["data"]

@@ -53,16 +53,6 @@ def deployments() -> list[DeploymentFacts]:
         return [_facts(client, each) for each in sorted(found, key=lambda each: each.name)]
 
 
-def pause(name: str) -> DeploymentFacts:
-    """Stop the schedules of a deployment: no run begins by itself any more. A run that has begun goes on."""
-    return _changed(name, paused=True)
-
-
-def resume(name: str) -> DeploymentFacts:
-    """Start the schedules of a paused deployment again."""
-    return _changed(name, paused=False)
-
-
 def delete(name: str) -> DeploymentFacts:
     """Delete a deployment with its schedules and the runs that have not begun; return what it was.
 
@@ -88,7 +78,8 @@ def run_now(name: str) -> str:
         return str(client.create_flow_run_from_deployment(_named(client, name).id).id)
 
 
-def _changed(name: str, *, paused: bool) -> DeploymentFacts:
+def set_paused(name: str, *, paused: bool) -> DeploymentFacts:
+    """Stop the schedules of a deployment, or start them again. A run that has begun goes on."""
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
@@ -144,7 +135,7 @@ def _facts(client: SyncPrefectClient, found: DeploymentResponse) -> DeploymentFa
         schedule=", ".join(map(_when, found.schedules)) or "by hand",
         paused=paused,
         next_at=next_at,
-        running=sum(_is_running(run) for run in begun),
+        running=sum(run.state_type == "RUNNING" for run in begun),
         waiting=waiting,
     )
     if not begun:
@@ -157,10 +148,6 @@ def _facts(client: SyncPrefectClient, found: DeploymentResponse) -> DeploymentFa
 def _has_run(run: FlowRun) -> bool:
     """Return whether a run has begun; one that was skipped while it waited has an end, and never began."""
     return bool(run.start_time and run.run_count)
-
-
-def _is_running(run: FlowRun) -> bool:
-    return run.state_type is not None and run.state_type.value == "RUNNING"
 
 
 def _when(schedule: DeploymentSchedule) -> str:

@@ -74,7 +74,7 @@ def template_file() -> Path:
     return path
 
 
-def prepare_pool(client: SyncPrefectClient, command: str = "") -> None:
+def prepare_pool(client: SyncPrefectClient, command: str) -> None:
     """Make the work pool if there is none, and close one that has Prefect's default template, which nobody has chosen.
 
     command: what the processes of runs execute in place of Prefect's own program. Raises RuntimeUnavailable for a pool

@@ -17,22 +17,24 @@ SHAPES = {"circle": (200, 60, 60), "square": (60, 170, 60), "triangle": (60, 80,
 OBJECTS = {**SHAPES, "letter": (230, 200, 40)}
 """What is drawn with boxes, likewise."""
 LETTERS = "ABEGHKMNRSW"
+SIZE = 32
+"""Height and width of images of one size."""
 EVALUATED = 5
 """Every fifth image is for evaluation."""
 
 
-def write_digits(folder: Path, *, rows: int = 1797, size: int = 32) -> None:
+def write_digits(folder: Path) -> None:
     """Write scikit-learn's handwritten digits (8 x 8 pixels, enlarged) as `train/NAME/*.jpg` and `val/NAME/*.jpg`."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    for number, (row, label) in enumerate(zip(pixels[:rows], labels, strict=False)):
+    for number, (row, label) in enumerate(zip(pixels, labels, strict=True)):
         # scikit-learn has 17 levels of grey, 0 to 16
         image = Image.fromarray((row.reshape(8, 8) * (255 / 16)).astype(np.uint8))
         split = "val" if number % EVALUATED == 0 else "train"
         path = folder / split / DIGITS[label] / f"{number:04d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        image.resize((size, size), Image.Resampling.BICUBIC).save(path, quality=90)
+        image.resize((SIZE, SIZE), Image.Resampling.BICUBIC).save(path, quality=90)
 
 
 @dataclass(frozen=True)
@@ -49,28 +51,27 @@ class Drawing:
     """From the top (-1) to the bottom (1)."""
 
 
-def drawings(rows: int, *, size: int, coloured: bool, seed: int = 0) -> Iterator[Drawing]:
-    """Draw `rows` images of size x size pixels. coloured: on a grey ground, and each
-    shape has a colour of its own, more or less."""
-    random = np.random.default_rng(seed)
+def drawings(rows: int, *, coloured: bool) -> Iterator[Drawing]:
+    """Draw `rows` images. coloured: on a grey ground, and each shape has a colour of its own, more or less."""
+    random = np.random.default_rng(0)
     for _ in range(rows):
-        # drawn in a fixed order from one generator, so that equal seeds give equal files
+        # drawn in a fixed order from one generator, so that the files are the same each time
         kind = str(random.choice(list(SHAPES)))
         ground, colour = _two_colours(random)
         if coloured:
             # neither black nor white, so that the noise is not cut off
             ground = np.full(3, random.uniform(50, 200))
             colour = (SHAPES[kind] + random.uniform(-40, 40, 3)).clip(0, 255)
-        noise = random.normal(0, 20, (size, size, 3))
+        noise = random.normal(0, 20, (SIZE, SIZE, 3))
         image = Image.fromarray((ground + noise).clip(0, 255).astype(np.uint8))
         # 8 bits a pixel: the value is the class
-        mask = Image.new("L", (size, size))
-        radius = float(random.uniform(0.15, 0.3)) * size
+        mask = Image.new("L", (SIZE, SIZE))
+        radius = float(random.uniform(0.15, 0.3)) * SIZE
         # the whole shape is inside of the image
-        x, y = (float(random.uniform(radius, size - radius)) for _ in range(2))
+        x, y = (float(random.uniform(radius, SIZE - radius)) for _ in range(2))
         for canvas, fill in ((image, tuple(map(int, colour))), (mask, list(SHAPES).index(kind) + 1)):
             _draw(ImageDraw.Draw(canvas), kind, x, y, radius, fill)
-        yield Drawing(image, mask, kind, 2 * x / size - 1, 2 * y / size - 1)
+        yield Drawing(image, mask, kind, 2 * x / SIZE - 1, 2 * y / SIZE - 1)
 
 
 def _two_colours(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -94,37 +95,37 @@ def _draw(
         canvas.polygon([(x, box[1]), (box[2], box[3]), (box[0], box[3])], fill=fill)
 
 
-def write_masks(folder: Path, *, rows: int = 500, size: int = 32) -> None:
+def write_masks(folder: Path) -> None:
     """Write coloured drawings as `images/*.jpg`, and their masks as `masks/*.png`."""
     for name in ("images", "masks"):
         (folder / name).mkdir()
-    for number, drawing in enumerate(drawings(rows, size=size, coloured=True)):
+    for number, drawing in enumerate(drawings(500, coloured=True)):
         drawing.image.save(folder / "images" / f"{number:04d}.jpg", quality=90)
         drawing.mask.save(folder / "masks" / f"{number:04d}.png")
 
 
-def write_places(folder: Path, *, rows: int = 5000, size: int = 32) -> None:
+def write_places(folder: Path) -> None:
     """Write drawings as `images/*.jpg`, and `train.csv` with the path, the shape and its place."""
     table = []
     (folder / "images").mkdir()
-    for number, drawing in enumerate(drawings(rows, size=size, coloured=False)):
+    for number, drawing in enumerate(drawings(5000, coloured=False)):
         table.append((f"images/{number:04d}.jpg", drawing.kind, round(drawing.x, 4), round(drawing.y, 4)))
         drawing.image.save(folder / str(table[-1][0]), quality=90)
     with (folder / "train.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("image", "kind", "x", "y"), *table])
 
 
-def write_boxes(folder: Path, *, rows: int = 600, seed: int = 0) -> None:
+def write_boxes(folder: Path) -> None:
     """Write shapes and letters on parts of scikit-learn's two photographs as `images/*.jpg`, and their boxes as
     `boxes.json`, in the form of COCO."""
     from sklearn.datasets import load_sample_images
 
     photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     images = []
     annotations: list[dict[str, object]] = []
     (folder / "images").mkdir()
-    for number in range(rows):
+    for number in range(600):
         # of different sizes, so that the borders of data.image.resize "pad" move the boxes
         width, height = (int(side) for side in random.integers(88, 129, 2))
         photograph = photographs[int(random.integers(len(photographs)))]
@@ -160,18 +161,12 @@ def _draw_objects(
         taken.append((x, y, side, side))
         colour = tuple(map(int, (OBJECTS[kind] + random.uniform(-40, 40, 3)).clip(0, 255)))
         if kind == "letter":
-            yield _draw_letter(canvas, str(random.choice(list(LETTERS))), x, y, side, colour), kind
+            letter = str(random.choice(list(LETTERS)))
+            font = ImageFont.load_default(side)
+            # the box of what is drawn, which is smaller than the line of the font
+            left, top, right, bottom = canvas.textbbox((0, 0), letter, font=font)
+            canvas.text((x - left, y - top), letter, font=font, fill=colour)
+            yield (x, y, int(right - left), int(bottom - top)), kind
         else:
             _draw(canvas, kind, x + side / 2, y + side / 2, side / 2, colour)
             yield (x, y, side, side), kind
-
-
-def _draw_letter(
-    canvas: ImageDraw.ImageDraw, letter: str, x: int, y: int, side: int, fill: tuple[int, ...]
-) -> tuple[int, int, int, int]:
-    """Draw a letter into a square; return its box."""
-    font = ImageFont.load_default(side)
-    # the box of what is drawn, which is smaller than the line of the font
-    left, top, right, bottom = canvas.textbbox((0, 0), letter, font=font)
-    canvas.text((x - left, y - top), letter, font=font, fill=fill)
-    return x, y, int(right - left), int(bottom - top)

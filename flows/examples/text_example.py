@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import random
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,11 +45,11 @@ def reviews(rows: int, *, seed: int = 0) -> list[tuple[str, str]]:
     return found
 
 
-def write_reviews(folder: Path, *, rows: int = 3000) -> Tokenizer:
+def write_reviews(folder: Path) -> Tokenizer:
     """Write `reviews.csv` (text, label) and `tokenizer.json`, a WordPiece tokenizer as BERT has it; return it."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-    table = reviews(rows)
+    table = reviews(3000)
     with (folder / "reviews.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("text", "label"), *table])
     # the words and letters of the texts; a trained vocabulary would have another order each time
@@ -69,26 +68,21 @@ def write_reviews(folder: Path, *, rows: int = 3000) -> Tokenizer:
     return tokenizer
 
 
-def documentation() -> Iterable[tuple[str, str]]:
-    """Return the topics of Python's documentation that `help()` shows, as (name, text)."""
+def write_documentation(folder: Path) -> Tokenizer:
+    """Write `text/*.txt` and `tokenizer.json`, a byte-pair tokenizer as GPT-2 has it; return it."""
     from pydoc_data.topics import topics
 
-    # installed with every Python, so that nothing is downloaded
-    return sorted(topics.items())
-
-
-def write_documentation(folder: Path, *, vocab_size: int = 1000) -> Tokenizer:
-    """Write `text/*.txt` and `tokenizer.json`, a byte-pair tokenizer as GPT-2 has it; return it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     (folder / "text").mkdir()
-    texts = dict(documentation())
+    # what `help()` shows: it is installed with every Python, so that nothing is downloaded
+    texts = dict(sorted(topics.items()))
     for name, text in texts.items():
         (folder / "text" / f"{name}.txt").write_text(text, encoding="utf-8")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=1000,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -90,7 +90,7 @@ class LiveView:
         self.facts.read()
         while self._messages:
             self.print(self._messages.pop(0))
-        if self._live is not None:
+        if self._live:
             self._fit()
             self._live.refresh()
         # without a terminal a line is printed only if it differs, so that a log file does not fill up while nothing
@@ -103,7 +103,7 @@ class LiveView:
         """Remove the view from the terminal."""
         while self._messages:
             self.print(self._messages.pop(0))
-        if self._live is not None:
+        if self._live:
             self._live.stop()
 
     def _fit(self) -> None:
@@ -126,9 +126,7 @@ class LiveView:
 
 
 @contextlib.contextmanager
-def live_view(
-    run: RunDir | None = None, *, stream: TextIO | None = None, name: str = "", tick_s: float = TICK_S
-) -> Iterator[LiveView]:
+def live_view(run: RunDir | None = None, *, stream: TextIO | None = None, tick_s: float = TICK_S) -> Iterator[LiveView]:
     """Show a run on `stream` (default: stderr) while the body runs: a live view in a terminal, else lines.
 
     run: None if it has no directory yet; `attach` names it then. What is printed on `stream` inside, and by log
@@ -136,8 +134,8 @@ def live_view(
     """
     stream = stream or sys.stderr
     view = LiveView(stream)
-    if run is not None:
-        view.attach(run, name)
+    if run:
+        view.attach(run)
         view.facts.read()
     done = threading.Event()
 
@@ -159,13 +157,13 @@ def live_view(
             view.stop()
 
 
-def follow(run: RunDir, *, tick_s: float = TICK_S) -> None:
+def follow(run: RunDir) -> None:
     """Show a run on stderr until no flow works on it any more."""
     from onward.flows.run_state.runs import is_running
 
-    with live_view(run, tick_s=tick_s):
+    with live_view(run):
         while is_running(run):
-            time.sleep(tick_s)
+            time.sleep(TICK_S)
 
 
 class _Above:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from onward.flows.machine.network import hosts, loopback, servers, work_pool
 from onward.flows.machine.packages import packages
 from onward.flows.machine.resources import compiler, cores, gpus, memory, open_files, shared_memory
 from onward.trainer.run.directory import onward_home
+from onward.trainer.run.records import utc_now
 
 Check = Callable[[], Iterable[Finding]]
 
@@ -48,12 +48,11 @@ def examine(hostfile: str = "", checks: Mapping[str, Check] = CHECKS, limit_s: f
     began_at = time.monotonic()
     with _home():
         found = _found(hostfile, checks, limit_s)
-    elapsed_s = time.monotonic() - began_at
     return MachineReport(
         host=socket.gethostname(),
         home=str(onward_home()),
-        examined_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        elapsed_s=elapsed_s,
+        examined_at=utc_now(),
+        elapsed_s=time.monotonic() - began_at,
         findings=tuple(found),
     )
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from onward.flows.machine.machine_findings import Finding, Level, gib
-from onward.trainer.run.directory import onward_home
 from onward.trainer.run.durable_files import fsync, write_durably
+from onward.trainer.run.home import nearest_existing, onward_home
 
 LEAST_BYTES = 500 << 20
 FEW_BYTES = 5 << 30
@@ -26,7 +26,7 @@ def home_directory() -> Iterator[Finding]:
     home = onward_home()
     if not home.exists():
         # the run makes the missing directories below the nearest one that exists
-        nearest = _existing(home)
+        nearest = nearest_existing(home)
         if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
             yield Finding.ok("home", f"{home} will be made by the first run, for its owner alone")
         else:
@@ -57,7 +57,7 @@ def disk_space() -> Iterator[Finding]:
     """Compare the free bytes and inodes of the home and of the directory for temporary files with what is usual."""
     places = {"disk of the home": onward_home(), "disk of TMPDIR": Path(tempfile.gettempdir())}
     for check, path in places.items():
-        place = _existing(path)
+        place = nearest_existing(path)
         found = os.statvfs(place)
         free = found.f_bavail * found.f_frsize
         total = found.f_blocks * found.f_frsize
@@ -77,7 +77,7 @@ def disk_space() -> Iterator[Finding]:
 
 def file_system() -> Iterator[Finding]:
     """Try each feature in a directory of its own in the home."""
-    parent = _existing(onward_home())
+    parent = nearest_existing(onward_home())
     try:
         folder = tempfile.TemporaryDirectory(dir=parent, prefix=".doctor-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -130,7 +130,3 @@ FEATURES: dict[str, tuple[Level, str, Callable[[Path], str]]] = {
     "hard links": ("problem", "the login of Onward's own servers is made so", _hard_link),
 }
 """What is tried -> level if it does not work, what needs it, and the attempt: it returns what is wrong, or raises."""
-
-
-def _existing(path: Path) -> Path:
-    return next(each for each in (path, *path.parents) if each.exists())

@@ -97,7 +97,7 @@ def _alone(folder: Path, program: Path, version: str, hostfile: str) -> Iterator
         return
     where = f"on {', '.join(hosts)}" if hostfile else "on this machine"
     what = f"{program} ({version}) starts {ranks} ranks {where}; mpi4py {reports[0].mpi4py} with {library}"
-    if _numbers(version)[:2] != _numbers(library)[:2]:
+    if re.findall(r"\d+", version)[:2] != re.findall(r"\d+", library)[:2]:
         fix = "let MPI4PY_LIBMPI name the libmpi.so of this mpirun"
         yield Finding.note("MPI", f"{what}: other versions", fix)
     elif not version.startswith("Open MPI 5"):
@@ -178,7 +178,3 @@ def _job(folder: Path, module: Sequence[str], ranks: int, limit_s: float, hostfi
     how = f"not within {limit_s:g} s" if outcome.reason != "exited" else f"mpirun ended with {outcome.returncode}"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-TAIL_LINES:]
     return "\n  | ".join([f"{how}. Its last lines:", *lines]) if lines else how
-
-
-def _numbers(text: str) -> list[str]:
-    return re.findall(r"\d+", text)

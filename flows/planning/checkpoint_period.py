@@ -77,7 +77,7 @@ def checkpoint_times(
             "best_period_s": best_s,
             "best_loss": lost_share(best_s, wait_s, later_s, failures_s),
             "period_s": period_s,
-            "loss": lost_share(period_s, wait_s, later_s, failures_s) if period_s else 1.0,
+            "loss": lost_share(period_s, wait_s, later_s, failures_s),
         }
     )
 

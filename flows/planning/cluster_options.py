@@ -26,22 +26,14 @@ def read_cluster(
         problems.append("--hosts, --network and --latency describe a cluster of GPUs: name one, such as --device H100")
     num_hosts, of_each = _shape(hosts, problems) if hosts else (1, 0)
     numbers = {
-        "network": _quantity("--network", network, RATES, "50GB/s or 400Gbit/s", problems),
-        "latency": _quantity("--latency", latency, TIMES, "5us", problems),
-        "storage": _quantity("--storage", storage, RATES, "2GB/s", problems),
-        "failures": _quantity("--failures-every", failures, TIMES, "6h", problems),
+        "network_bytes_per_s": _quantity("--network", network, RATES, "50GB/s or 400Gbit/s", problems),
+        "latency_s": _quantity("--latency", latency, TIMES, "5us", problems),
+        "storage_bytes_per_s": _quantity("--storage", storage, RATES, "2GB/s", problems),
+        "failures_every_s": _quantity("--failures-every", failures, TIMES, "6h", problems),
     }
     if problems:
         raise ConfigError(problems)
-    return Cluster(
-        gpu=device,
-        hosts=num_hosts,
-        ranks_per_host=of_each,
-        network_bytes_per_s=numbers["network"],
-        latency_s=numbers["latency"],
-        storage_bytes_per_s=numbers["storage"],
-        failures_every_s=numbers["failures"],
-    )
+    return Cluster(gpu=device, hosts=num_hosts, ranks_per_host=of_each, **numbers)
 
 
 def _shape(text: str, problems: list[str]) -> tuple[int, int]:

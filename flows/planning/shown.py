@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from onward.flows.planning.checkpoint_period import CheckpointTimes
 from onward.flows.planning.time_needed import TimeNeeded
 from onward.flows.planning.whole_run import RunPlan
-from onward.flows.shown.terminal_tables import as_toml, table, wrapped
+from onward.flows.shown.terminal_tables import changed_lines, print_item, table
 from onward.trainer.quantities import duration, shown_size
 
 
@@ -16,7 +16,7 @@ def show_run_plan(found: RunPlan) -> None:
     print("\nsteps and time of the training")
     table([*_steps(found), *_times(found.time)])
     for text in found.time.guessed:
-        print(wrapped(text, "  - "))
+        print_item(text)
     print("\ndisk, at most at a time")
     table([(each.what, shown_size(each.bytes), each.place) for each in found.disk.shares])
     in_all = shown_size(found.disk.total_bytes)
@@ -28,12 +28,12 @@ def show_run_plan(found: RunPlan) -> None:
     copied = f"beside the training, from a copy of {shown_size(found.copy_bytes)} in the memory of the hosts"
     print(f"checkpoints are written {copied if found.copy_bytes else 'while the training waits'}")
     for problem in found.disk.problems:
-        print(wrapped(problem, "  - "))
+        print_item(problem)
     print("\ncheckpoints and failures")
     table(list(_checkpoint_times(found.checkpoint_times)))
     print("\nsettings that differ from the defaults")
-    lines = {key: f"{key} = {as_toml(value)}" for key, value in found.changed.items() if value is not None}
-    table([(line, f"# {found.origins[key]}" if key in found.origins else "") for key, line in lines.items()])
+    for line in changed_lines(found.changed, found.origins):
+        print(line)
 
 
 def _steps(found: RunPlan) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,6 @@ Nothing of it is recorded in MLflow or Prefect. The directory is under ONWARD_HO
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import shutil
 import socket
@@ -28,7 +27,7 @@ from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.errors import RuntimeUnavailable, TrainingFailed
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.history import RunHistory
-from onward.trainer.run.records import write_record
+from onward.trainer.run.records import utc_now, write_record
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
 from onward.trainer.run.timing.step_timing import MEASURED, Pace, pace_of
 
@@ -64,8 +63,7 @@ def measure(config: RunConfig, copies: LocalCopies, *, steps: int) -> tuple[RunC
         history = RunHistory.of(run.events, series=MEASURED)
         if (pace := pace_of(history, batch=batch, first_steps=FIRST_STEPS)) is None:
             raise TrainingFailed(f"no step was made in {60 * LONGEST_H:g} minutes, so that nothing was measured")
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        facts = {"measured_at": now, "host": socket.gethostname(), "data": config.data.source, "load": load}
+        facts = {"measured_at": utc_now(), "host": socket.gethostname(), "data": config.data.source, "load": load}
         return chosen, pace.model_copy(update={**facts, "evaluation_rows": rows})
 
 

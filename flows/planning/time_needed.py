@@ -69,13 +69,10 @@ class TimeNeeded(Record):
 
 def key_of_run(config: RunConfig) -> str:
     """Return the key under which the pace of this run is stored."""
-    return key_of(structure_digest(config.model.path), settings_of_pace(config), machine_of(config.launch.hostfile))
-
-
-def machine_of(hostfile: str) -> str:
-    """Return what decides the speed of the machine, or of the hosts of the hostfile."""
-    hosts = Path(hostfile)
-    return machine_text() + (f", hosts {hosts.read_text()}" if hostfile and hosts.is_file() else "")
+    hosts = Path(config.launch.hostfile)
+    # what decides the speed of the machine, or of the hosts of the hostfile
+    machine = machine_text() + (f", hosts {hosts.read_text()}" if hosts.is_file() else "")
+    return key_of(structure_digest(config.model.path), settings_of_pace(config), machine)
 
 
 def known_pace(config: RunConfig) -> Pace | None:
@@ -186,9 +183,10 @@ def time_needed(config: RunConfig, plan: Plan, rows: RowCount, pace: Pace | None
             "the machine is free, if it will be during the run"
         )
     evaluations = number_of_evaluations(config.train, rows)
-    evaluation_s = pace.evaluation_s * rows.evaluation / pace.evaluation_rows if pace.evaluation_rows else None
-    evaluation_s = evaluation_s if rows.evaluation else None
-    if evaluation_s is None:
+    evaluation_s = None
+    if pace.evaluation_rows and rows.evaluation:
+        evaluation_s = pace.evaluation_s * rows.evaluation / pace.evaluation_rows
+    else:
         guessed.append("evaluations are not in the total")
     setup_s = pace.setup_s + pace.compile_s
     steps_s = steps * pace.step_s if steps else None

@@ -13,13 +13,12 @@ from onward.tasks.checks.registered_models import store_of
 from onward.tasks.checks.rehearsing import Preparation
 from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.ranks import ParallelConfig
-from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.storage.row_counts import RowCount, count_rows
 from onward.trainer.parallel.planning.cluster import THIS_MACHINE, Cluster
 from onward.trainer.parallel.planning.plan_record import Plan, with_plan
 from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.home import nearest_existing
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.records import Needs, Record, write_record
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
@@ -77,7 +76,7 @@ def plan_run(
     copies: LocalCopies,
     *,
     measured_steps: int = 0,
-    origins: Mapping[str, str] | None = None,
+    origins: Mapping[str, str],
     cluster: Cluster = THIS_MACHINE,
     progress: TextIO | None = None,
 ) -> RunPlan:
@@ -104,12 +103,15 @@ def plan_run(
     samples = chosen.train.samples_of_run(rows.train) if chosen.train.num_steps or rows.train else None
     epochs = samples / rows.train if samples is not None and rows.train else None
     changed = changed_settings(config)
-    known = origins or {}
-    origins = {key: where for key, where in known.items() if key in changed}
+    origins = {key: where for key, where in origins.items() if key in changed}
     assert layout.needs is not None, "the process of a plan computes them"
     copy_bytes = 0
     needed = time_needed(chosen, layout, rows, pace)
-    if _writes_beside_training(chosen.parallel, chosen.checkpoint, layout):
+    # whether checkpoints are copied: "auto" = where the hosts have the memory (trainer/checkpoint/background.py)
+    has_memory = not (layout.device.startswith("CPU") and chosen.parallel.memory_gib)
+    wanted = chosen.checkpoint.background
+    is_copied = has_memory if wanted == "auto" else wanted
+    if is_copied:
         copy_bytes = layout.needs.checkpoint_bytes
     planned = {name: getattr(layout, name) for name in Plan.model_fields}
     return RunPlan(
@@ -136,8 +138,8 @@ def plan_run(
 
 def disk_needed(config: RunConfig, needs: Needs) -> DiskNeeded:
     """Return what the run writes; shards are not counted, because runs share them."""
-    home = next(each for each in (onward_home(), *onward_home().parents) if each.exists())
-    found = list(shares(RunDir(home), config, needs, tracking_uri=store_of(config.monitor)))
+    home = RunDir(nearest_existing(onward_home()))
+    found = list(shares(home, config, needs, tracking_uri=store_of(config.monitor)))
     return DiskNeeded(
         checkpoint_bytes=needs.checkpoint_bytes,
         checkpoints=most_checkpoints(config.checkpoint, config.train, config.export),
@@ -146,9 +148,3 @@ def disk_needed(config: RunConfig, needs: Needs) -> DiskNeeded:
         total_bytes=sum(each.bytes for each in found),
         problems=tuple(space_problems(found)),
     )
-
-
-def _writes_beside_training(parallel: ParallelConfig, checkpoint: CheckpointConfig, layout: Plan) -> bool:
-    """Return whether checkpoints are copied, where the hosts have the memory (trainer/checkpoint/background.py)."""
-    wanted = checkpoint.background
-    return not (layout.device.startswith("CPU") and parallel.memory_gib) if wanted == "auto" else wanted

@@ -44,7 +44,7 @@ def reported(run: RunDir) -> Iterator[None]:
         try:
             ending = ending_of(run)
             # where a disk has ended the run, it takes no report either, and the error of the run says so
-            storage = ending is not None and ending.error == StorageUnavailable.__name__
+            storage = ending and ending.error == StorageUnavailable.__name__
             if not storage and run.config.exists() and read_config(run, "given").monitor.report:
                 _report(run, ending)
         except StorageUnavailable as error:
@@ -81,6 +81,6 @@ def _send(run: RunDir, summary: str) -> None:
         else:
             place += f", [in MLflow]({identity.mlflow_url}/artifacts/report.html)" if identity.mlflow_url else ""
     # a direct call of the flow's function has no flow run, and so no page
-    if FlowRunContext.get() is not None and prefect_answers():
+    if FlowRunContext.get() and prefect_answers():
         with contextlib.suppress(Exception):
             create_markdown_artifact(f"{summary}\n\nReport: {place}", key="report", description="The report of the run")

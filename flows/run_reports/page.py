@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from onward.flows.run_reports.curves import COLOURS, Line, Marks, draw, draw_counts, draw_precisions, draw_scatter
 from onward.flows.run_reports.reported_run import EVALUATION, RunFacts, settings_as_text
-from onward.flows.run_reports.summary import results, verdict
+from onward.flows.run_reports.summary import results, short_number, verdict
 from onward.flows.run_state.costs import cost_line
 from onward.flows.shown.terminal_tables import config_lines
 from onward.tasks.shown.object_tables import ObjectTable
@@ -345,8 +345,10 @@ def environment_rows(facts: RunFacts) -> list[tuple[str, str]]:
         rows.append(("layout", f"{sizes}, ZeRO {parallel.zero}, computed in {compute or 'fp32'}"))
     if line := cost_line(facts.metrics):
         rows.append(("throughput", line))
-    if facts.manifest:
-        rows.append(("data", _rows_of(facts)))
+    if manifest := facts.manifest:
+        skipped = f", bad rows left out: {manifest.skipped:,}" if manifest.skipped else ""
+        split = f"{manifest.rows('train'):,} rows to train on, {manifest.rows('evaluation'):,} to evaluate on"
+        rows.append(("data", f"{split}{skipped}"))
     if identity := facts.identity:
         rows += [("created", identity.created_at.replace("T", " "))]
         rows += [("git commit", identity.git_commit)] if identity.git_commit else []
@@ -357,25 +359,9 @@ def environment_rows(facts: RunFacts) -> list[tuple[str, str]]:
     return [*rows, ("run directory", str(facts.run.root))]
 
 
-def _rows_of(facts: RunFacts) -> str:
-    assert facts.manifest is not None
-    parts = [
-        f"{facts.manifest.rows('train'):,} rows to train on",
-        f"{facts.manifest.rows('evaluation'):,} to evaluate on",
-    ]
-    if facts.manifest.skipped:
-        parts.append(f"bad rows left out: {facts.manifest.skipped:,}")
-    return ", ".join(parts)
-
-
 # -- formats
 
 
 def share(part: float) -> str:
     """Return a share as percent."""
     return f"{100 * part:.1f} %"
-
-
-def short_number(value: float | None) -> str:
-    """Return a number with five digits; "" for None."""
-    return "" if value is None else f"{value:.5g}"

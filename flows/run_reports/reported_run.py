@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,6 @@ from onward.trainer.run.records import (
     RunIdentity,
     RuntimeReport,
     TrainResult,
-    read_record,
     record_if_written,
 )
 from onward.trainer.run.timing.time_account import TimeAccount, time_account
@@ -141,6 +140,9 @@ def read_facts(run: RunDir) -> RunFacts:
             left_out.append(str(error))
             return None
 
+    def tables(pattern: str, kind: type[R]) -> list[R]:
+        return [found for path in sorted(run.classes.glob(pattern)) if (found := read(path, kind))]
+
     # a damaged record takes away its part of the report, and nothing else
     def known(what: str, find: Callable[[], T], without: T) -> T:
         try:
@@ -180,8 +182,8 @@ def read_facts(run: RunDir) -> RunFacts:
         rehearsal=read(run.rehearsal, Rehearsal),
         runtime=read(run.runtime, RuntimeReport),
         manifest=manifest,
-        classes=_tables(run.classes.glob("*classes.json"), ClassTable, left_out),
-        objects=_tables(run.classes.glob("*objects.json"), ObjectTable, left_out),
+        classes=tables("*classes.json", ClassTable),
+        objects=tables("*objects.json", ObjectTable),
         samples=read(samples_in(run.export), Samples),
         changes=read(changes_in(run.export), Difference),
         profiles=known("the profile", lambda: read_profiles(run), []),
@@ -189,16 +191,6 @@ def read_facts(run: RunDir) -> RunFacts:
         remarks=known("remarks on its records", lambda: remarks_of(run), ()),
         left_out=left_out,
     )
-
-
-def _tables(paths: Iterable[Path], kind: type[R], left_out: list[str]) -> list[R]:
-    found = []
-    for path in sorted(paths):
-        try:
-            found.append(read_record(path, kind))
-        except (OnwardError, OSError) as error:
-            left_out.append(str(error))
-    return found
 
 
 def _tokens_per_sample(run: RunDir, manifest: ShardManifest | None, left_out: list[str], *, is_text: bool) -> float:

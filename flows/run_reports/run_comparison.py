@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from markupsafe import Markup
 
 from onward.flows.run_reports.curves import COLOURS, Line, draw
-from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing, median, render, short_number
+from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing, median, render
 from onward.flows.run_reports.reported_run import EVALUATION, NAMES, RunFacts, settings_as_text
+from onward.flows.run_reports.summary import short_number
 from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.quantities import duration

@@ -101,18 +101,20 @@ def results(facts: RunFacts) -> list[tuple[str, str, str, str]]:
     if not exported:
         after = {name: value for name, value in after.items() if name.startswith(EVALUATION)}
     rows = [
-        (_short(name), _number(before.get(name)), _number(value), _trend(name, before.get(name), value))
+        (
+            name.removeprefix(EVALUATION),
+            short_number(before.get(name)),
+            short_number(value),
+            _trend(name, before.get(name), value),
+        )
         for name, value in sorted(after.items(), key=lambda item: (not item[0].endswith("/loss"), item[0]))
     ]
     tested = exported.test if exported else {}
-    return [*rows, *((name.replace("/", ": "), "", _number(value), "") for name, value in sorted(tested.items()))]
+    return [*rows, *((name.replace("/", ": "), "", short_number(value), "") for name, value in sorted(tested.items()))]
 
 
-def _short(name: str) -> str:
-    return name.removeprefix(EVALUATION)
-
-
-def _number(value: float | None) -> str:
+def short_number(value: float | None) -> str:
+    """Return a number with five digits; "" for None."""
     return "" if value is None else f"{value:.5g}"
 
 
@@ -141,7 +143,4 @@ def markdown(facts: RunFacts) -> str:
 
 def _cell(text: str) -> str:
     """Return text without what Markdown would read: pipes, tags, line breaks."""
-    # the ampersand first, or it would escape what the others have written
-    for special, plain in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", " ")):
-        text = text.replace(special, plain)
-    return text
+    return text.translate({ord("&"): "&amp;", ord("<"): "&lt;", ord("|"): "&#124;", ord("\n"): " "})

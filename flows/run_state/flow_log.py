@@ -76,7 +76,7 @@ class _Printed(io.TextIOBase):
         with self._log.lock or contextlib.nullcontext():
             stream = self._log.stream
             try:
-                if stream is not None and not stream.closed:
+                if stream and not stream.closed:
                     stream.write(text)
                     stream.flush()
             except OSError as error:
@@ -103,9 +103,8 @@ def own_log(run: RunDir) -> Iterator[None]:
         yield
     except Exception as error:
         # Prefect logs it, too, but only after the flow has ended
-        record = logging.LogRecord(__name__, logging.ERROR, "", 0, "the run failed", None, None)
-        record.exc_info = (type(error), error, error.__traceback__)
-        log_file.handle(record)
+        raised = (type(error), error, error.__traceback__)
+        log_file.handle(logging.LogRecord(__name__, logging.ERROR, "", 0, "the run failed", None, raised))
         raise
     finally:
         own.setLevel(level)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from onward.flows.run_state.runs import find_run, is_running, reference_to
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, say
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.outcomes.ending_kinds import SIGNED
 
@@ -37,7 +37,7 @@ def show_logs(text: str, *, rank: int | None = None, follow: bool = False) -> No
         time.sleep(TICK_S)
     if not shown.printed:
         what = "" if rank is None else f" of rank {rank}"
-        print(f"onward: {reference_to(run)} has no log{what} yet: {run.root}", file=sys.stderr)
+        say(f"{reference_to(run)} has no log{what} yet: {run.root}")
 
 
 def files(run: RunDir, rank: int | None) -> Sequence[Path]:

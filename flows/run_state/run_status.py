@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from onward.tasks.attempts.log_damage import damage_of_log
 from onward.tasks.shown.class_tables import class_table
 from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.checkpoint.retention import announced, describe_exported
-from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import StopConfig
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.data.label_units import describe_label_units
@@ -216,14 +214,14 @@ def _why(error: RankError | None, cause: Cause | None, *, failed: bool) -> dict[
 def _texts_of_records(run: RunDir) -> dict[str, str]:
     """Return the fields that are of records which a run may not have yet; "" for an absent one."""
     texts = dict.fromkeys(("rehearsal", "trial", "ending", "model", "report", "store"), "")
-    if run.rehearsal.exists():
-        texts["rehearsal"] = read_record(run.rehearsal, Rehearsal).summary
+    if rehearsal := record_if_written(run.rehearsal, Rehearsal):
+        texts["rehearsal"] = rehearsal.summary
     if trial := membership(run):
         texts["trial"] = f"{trial.number} of sweep {trial.sweep_id}"
     if attempts := endings(run):
         texts["ending"] = f"{attempts[-1].kind}: {attempts[-1]}"
-    if run.exported.exists():
-        texts["model"] = str(read_record(run.exported, ExportedModel).path)
+    if exported := record_if_written(run.exported, ExportedModel):
+        texts["model"] = str(exported.path)
     if run.report.exists():
         texts["report"] = str(run.report)
     if sending := record_if_written(record_in(run), Sending):
@@ -248,14 +246,13 @@ def described_run(run: RunDir) -> RunStatus:
         return RunStatus.model_validate(texts | numbers | known)
 
 
-def outcome_of(
-    run: RunDir, data: DataConfig, losses: Sequence[LossConfig], checkpoint: CheckpointConfig, exported: ExportedModel
-) -> RunOutcome:
+def outcome_of(run: RunDir, exported: ExportedModel) -> RunOutcome:
     """Return how a run with an exported file ended."""
+    config = read_config(run)
     # the log is read from its tail alone, and the record of the training has the sums over all attempts
     trained = read_record(run.train, TrainResult)
     # of text without a tokenizer the targets are its bytes
-    reads_bytes = [loss.is_plain for loss in losses] == [True] and not data.text
+    reads_bytes = [loss.is_plain for loss in config.losses] == [True] and not config.data.text
     # a copy of a finished run has no shards
     text = held_out_text(run) if reads_bytes and run.shards.exists() else b""
     bits = bits_per_byte(exported.after["evaluation/loss"], text) if text else {}
@@ -267,7 +264,7 @@ def outcome_of(
         bits_per_byte=bits,
         before=exported.before,
         after=exported.after,
-        exported=describe_exported(exported.step, announced(run), trained, checkpoint),
+        exported=describe_exported(exported.step, announced(run), trained, config.checkpoint),
         test=exported.test,
         parity=exported.parity,
         rounding=exported.rounding,
@@ -290,9 +287,9 @@ def remarks_of(run: RunDir) -> tuple[str, ...]:
 
 def _data(run: RunDir) -> str:
     """Return what the manifest of the shards says of computed columns; "" as long as there are no shards."""
-    if not (path := run.shards / "manifest.json").exists():
+    manifest = record_if_written(run.shards / "manifest.json", ShardManifest)
+    if manifest is None:
         return ""
-    manifest = read_record(path, ShardManifest)
     said = (
         manifest.preprocessing,
         describe_masks(read_config(run).data, manifest.fitted),
@@ -338,7 +335,7 @@ def is_trained_to_end(run: RunDir, stop: StopConfig, checkpoint: CheckpointConfi
     """Return whether the flow of a run has completed, and no step is left to train within these limits."""
     newest = _newest_result(run)
     ending = ending_of(run)
-    has_completed = ending is not None and ending.status == "completed"
+    has_completed = ending and ending.status == "completed"
     if ended_state(run) != "exported" or not has_completed or newest is None:
         return False
     # a higher limit than before lets a run go on that had ended by it
@@ -364,8 +361,7 @@ def _results(run: RunDir) -> Iterator[AttemptResult]:
 
 def _newest_result(run: RunDir) -> AttemptResult | None:
     """Return the result of the newest attempt; None if it left none."""
-    path = run.result(run.current_attempt)
-    return record_if_written(path, AttemptResult)
+    return record_if_written(run.result(run.current_attempt), AttemptResult)
 
 
 def _worst(confusions: Iterable[ConfusionMatrix], run: RunDir) -> Iterator[str]:

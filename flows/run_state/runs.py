@@ -7,7 +7,6 @@ import datetime
 import json
 import operator
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -28,6 +27,7 @@ from onward.trainer.errors import (
     CheckpointError,
     ConfigError,
     OnwardError,
+    say,
 )
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_config
@@ -93,11 +93,10 @@ def how_to_train_further(run: RunDir) -> str:
     ways += [f"checkpoint.load={saved[-1]}"] if saved else []
     if not ways:
         return "start a new run: `onward run CONFIG SECTION.KEY=VALUE`"
-    which = " (its exported file)" * run.exported.exists() + " (its newest checkpoint)" * (not run.exported.exists())
+    which = "exported file" if run.exported.exists() else "newest checkpoint"
     other = f"; or with {ways[1]} (its newest checkpoint)" if len(ways) > 1 else ""
-    return (
-        f"start a new run that begins with its weights: `onward run CONFIG {ways[0]} SECTION.KEY=VALUE`{which}{other}"
-    )
+    command = f"`onward run CONFIG {ways[0]} SECTION.KEY=VALUE` (its {which})"
+    return f"start a new run that begins with its weights: {command}{other}"
 
 
 @contextlib.contextmanager
@@ -155,8 +154,8 @@ def end_mlflow_run(run: RunDir, status: Status) -> None:
         with contextlib.suppress(TrackingError, ImportError, AttributeError):
             tracker = Tracker(identity.tracking_uri, identity.mlflow_run_id)
             tracker.set_status(status)
-            if (report := run.root / "report.html").exists():
-                tracker.log_file(report)
+            if run.report.exists():
+                tracker.log_file(run.report)
 
 
 def all_runs() -> list[RunDir]:
@@ -197,10 +196,9 @@ def clean_downloads(days: float) -> Cleaned:
 
     Of the shard files of servers only those stay that are being read.
     """
-    fetched = [run for run in all_runs() if run.remote.exists()]
     needed: list[Path] = []
-    for run in fetched:
-        if not run.exported.exists():
+    for run in all_runs():
+        if run.remote.exists() and not run.exported.exists():
             needed += [copy.path for copy in read_record(run.remote, LocalCopies).copies]
     cleaned = clean(download_cache(), needed, days)
     if not streamed_files().is_dir():
@@ -264,9 +262,7 @@ def chosen(text: str, known: Sequence[Named[T]], *, kind: str) -> T:
     of_configuration = [candidate for candidate in known if text == candidate.config_name]
     if exact := [candidate for candidate in known if candidate.is_called(text)]:
         if others := [candidate for candidate in of_configuration if candidate is not exact[0]]:
-            print(
-                f"onward: {text}: {exact[0]}; it is also a configuration's name, of {listed(others)}", file=sys.stderr
-            )
+            say(f"{text}: {exact[0]}; it is also a configuration's name, of {listed(others)}")
         return exact[0].what
     by_id: list[Named[T]] = []
     by_name: list[Named[T]] = []
@@ -278,7 +274,7 @@ def chosen(text: str, known: Sequence[Named[T]], *, kind: str) -> T:
     if len(meant) == 1:
         if by_name:
             of = f"the newest of {len(by_name)}" if len(by_name) > 1 else "the only one"
-            print(f"onward: {text}: {meant[0]}, {of} of that name", file=sys.stderr)
+            say(f"{text}: {meant[0]}, {of} of that name")
         return meant[0].what
     if meant:
         raise ConfigError(
@@ -301,7 +297,7 @@ def discard_damaged(run: RunDir) -> None:
 
     Raises ConfigError when one of them is complete.
     """
-    if (newest := newest_complete(run)) is not None:
+    if newest := newest_complete(run):
         kind = "sweep" if membership(run) else "run"
         raise ConfigError(
             f"{newest.path} is complete, so `{command_to_continue(run)}` goes on from step {newest.info.step}, and "
@@ -328,7 +324,7 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
     Of a run it is the checkpoint that `export.checkpoint` selects. Raises ConfigError when there is no such run,
     CheckpointError when the run has no complete checkpoint.
     """
-    if (found := checkpoint_at(text)) is not None and found[0] is not None:
+    if (found := checkpoint_at(text)) and found[0]:
         return found[0], found[1]
     run = find_run(text)
     # The same choice as the task `export`; a run that was interrupted may have no announced checkpoint yet.
@@ -336,14 +332,13 @@ def find_checkpoint(text: str) -> tuple[RunDir, Path]:
     best = [info.path for info in known if info.best]
     if best and read_config(run).export.checkpoint == "best":
         return run, best[0]
-    newest = newest_complete(run)
-    if newest is None and (damaged := [path.name for path in (*list_checkpoints(run), *list_damaged(run))]):
+    if newest := newest_complete(run):
+        return run, newest.path
+    if damaged := [path.name for path in (*list_checkpoints(run), *list_damaged(run))]:
         raise all_damaged(run, sorted({name.removesuffix(".damaged") for name in damaged}, reverse=True))
-    if newest is None:
-        raise CheckpointError(
-            f"{reference_to(run)} has no complete checkpoint yet; `{command_to_continue(run)}` continues training"
-        )
-    return run, newest.path
+    raise CheckpointError(
+        f"{reference_to(run)} has no complete checkpoint yet; `{command_to_continue(run)}` continues training"
+    )
 
 
 def stop_limit_s(run: RunDir) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.machine.private_home import make_private
-from onward.trainer.run.records import Record, read_record, write_record
+from onward.trainer.run.records import Record, record_if_written, write_record
 
 
 class Submission(Record):
@@ -22,7 +22,7 @@ class Submission(Record):
 
 def submission_of(name: str) -> Submission | None:
     """Return the newest job of the run NAME; None if none was sent."""
-    return read_record(_record(name), Submission) if _record(name).exists() else None
+    return record_if_written(_record(name), Submission)
 
 
 def note_submission(name: str, submission: Submission) -> None:

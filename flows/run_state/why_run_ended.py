@@ -9,7 +9,6 @@ no ending.json, and no process holds the lock         killed, or power_loss     
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -51,7 +50,7 @@ def _kind_and_sentence(run: RunDir) -> tuple[str, str]:
     sentence = "; ".join(ending.problems)
     if ending.status in ("cancelled", "suspended"):
         return "stopped", sentence or "it was stopped"
-    if attempt is not None:
+    if attempt:
         return attempt.kind, attempt.sentence
     return _kind_of_failed_flow(ending.error, sentence), sentence
 
@@ -97,7 +96,6 @@ def _of_a_killed_flow(run: RunDir) -> tuple[str, str]:
             "power_loss",
             f"the machine was started again ({at}) while the run was going on: it lost power, or restarted",
         )
-    attempt = ""
-    with contextlib.suppress(IndexError):
-        attempt = f"; {endings(run)[-1]}" if endings(run)[-1].ended_ms > 1000 * run.lock.stat().st_mtime else ""
+    began_ms = 1000 * run.lock.stat().st_mtime
+    attempt = "".join(f"; {each}" for each in endings(run)[-1:] if each.ended_ms > began_ms)
     return "killed", f"{process} was killed from outside, by a person or by the kernel for want of memory{attempt}"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 from prefect import runtime
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
@@ -178,7 +178,10 @@ class StopRequest:
             found = [(each, state) for each in self._flow_runs if (state := client.read_flow_run(each).state)]
             suspended = [each for each, state in found if is_suspended(state)]
             if suspended and not self._deployment:
-                self._cancel_instead(client, suspended[0])
+                # somebody has suspended it although Prefect could not resume it
+                why = "a run without a deployment is cancelled and not suspended, as Prefect could not start it again"
+                log.warning("%s; %s", why, how_to_continue(self._run))
+                client.set_flow_run_state(suspended[0], Cancelling(message=why), force=True)
                 found = []
         states = [state for _, state in found]
         if suspended and self._deployment:
@@ -193,12 +196,6 @@ class StopRequest:
     def _suspend(self) -> bool:
         self.suspended = self.seen = True
         return job.stop_running(self._run.root) or self._signal()
-
-    def _cancel_instead(self, client: SyncPrefectClient, flow_run: UUID) -> None:
-        """Cancel a run that somebody has suspended although Prefect could not resume it."""
-        why = "a run without a deployment is cancelled and not suspended, as Prefect could not start it again"
-        log.warning("%s; %s", why, how_to_continue(self._run))
-        client.set_flow_run_state(flow_run, Cancelling(message=why), force=True)
 
     def _cancelled(self, state: State[object]) -> bool:
         # a worker that has sent SIGTERM itself gets its time first

@@ -10,7 +10,6 @@ The space for the record is taken when the flow begins, so that a full disk has 
 
 from __future__ import annotations
 
-import datetime
 import logging
 import signal
 from types import TracebackType
@@ -28,6 +27,7 @@ from onward.trainer.errors import OnwardError, Stopped, StorageUnavailable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.outcomes.refusals import known_error, recorded_error, unexpected
 from onward.trainer.run.outcomes.run_ending import RunEnding, begin, end, ending_of
+from onward.trainer.run.records import utc_now
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Ending:
             error=type(error).__name__ if error else "",
             problems=error.problems if error else (),
             flow_run_id=flow_run_id,
-            at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            at=utc_now(),
         )
         try:
             end(self._run, record)

@@ -13,12 +13,10 @@ the settings say, and must give the shards that the run began with.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import shutil
 import socket
-import sys
 import tempfile
 import time
 import uuid
@@ -47,7 +45,7 @@ from onward.trainer.config.named_files import named_files
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import check_url, url_of
 from onward.trainer.data.storage.shards import ShardManifest
-from onward.trainer.errors import CheckpointError, ConfigError, DataError, Fenced, StorageUnavailable
+from onward.trainer.errors import CheckpointError, ConfigError, DataError, Fenced, StorageUnavailable, say
 from onward.trainer.quantities import shown_size
 from onward.trainer.run.adjustments import Adjustments
 from onward.trainer.run.allowed_code import SHOWN, AllowedCode
@@ -55,7 +53,7 @@ from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.durable_files import fsync, sha256, write_durably
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.names import take_name
-from onward.trainer.run.records import RunIdentity, read_record, record_if_written, write_record
+from onward.trainer.run.records import RunIdentity, read_record, record_if_written, utc_now, write_record
 from onward.trainer.run.remote.object_store import open_place
 from onward.trainer.run.remote.sent_files import EVENTS, start_of
 from onward.trainer.run.remote.stored_run import (
@@ -116,7 +114,7 @@ def fetch_run(
     if run.root.exists():
         known = record_if_written(record_in(run), Sending)
         # of a run that this machine sends itself, the store has nothing newer
-        if known is not None and known.sender == stored.sender(number):
+        if known and known.sender == stored.sender(number):
             return run
         if known is None and _is_copy(run, stored.state(number)):
             return run
@@ -181,7 +179,7 @@ def _names_in(store: str) -> dict[str, str]:
     names = {}
     for run_id in open_place(store).folders():
         stored = StoredRun(f"{store}/{run_id}")
-        if (state := stored.state(stored.newest_sender())) is not None:
+        if state := stored.state(stored.newest_sender()):
             names[run_id] = state.name
     return names
 
@@ -253,7 +251,7 @@ def _wait_for_silence(stored: StoredRun, number: int) -> None:
     host = stored.sender(number).host
     # only a change counts, since the clocks of two machines may differ
     seen = stored.sign_of_life(number)
-    _say(f"the run has not ended on {host}; waiting {SILENT_S:g} s for a sign of life of it")
+    say(f"the run has not ended on {host}; waiting {SILENT_S:g} s for a sign of life of it")
     deadline = time.monotonic() + SILENT_S
     while time.monotonic() < deadline:
         time.sleep(1.0)
@@ -263,8 +261,7 @@ def _wait_for_silence(stored: StoredRun, number: int) -> None:
 
 def _take_over(stored: StoredRun, run: RunDir, number: int) -> StoredState:
     """Become the machine that sends the run, and return what counts of it."""
-    began_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    sender = Sender(token=uuid.uuid4().hex, host=socket.gethostname(), began_at=began_at)
+    sender = Sender(token=uuid.uuid4().hex, host=socket.gethostname(), began_at=utc_now())
     try:
         stored.claim(run, Sending(url=stored.location, number=number, sender=sender))
     except Fenced as error:
@@ -299,7 +296,7 @@ def _fetch(stored: StoredRun, state: StoredState, partial: RunDir) -> None:
     size = shown_size(sum(path.stat().st_size for path in partial.root.rglob("*") if path.is_file()))
     steps = ", ".join(str(each.step) for each in fetched) or "none"
     took_s = time.monotonic() - started_at
-    _say(f"fetched {state.name} from {stored.files.shown}: {size} in {took_s:.1f} s, checkpoints of steps: {steps}")
+    say(f"fetched {state.name} from {stored.files.shown}: {size} in {took_s:.1f} s, checkpoints of steps: {steps}")
 
 
 def _refuse_full_disk(stored: StoredRun, state: StoredState, run: RunDir) -> None:
@@ -328,7 +325,7 @@ def _fetch_checkpoints(
             fetched.append(each)
         except (CheckpointError, DataError) as error:
             problems.append(f"{stored.files.shown}/{each.key}: {error}")
-            _say(f"not used: {problems[-1]}")
+            say(f"not used: {problems[-1]}")
             shutil.rmtree(folder, ignore_errors=True)
     if checkpoints and not fetched:
         raise CheckpointError("all checkpoints in the store are damaged: " + "; ".join(problems))
@@ -351,7 +348,7 @@ def _adapt(partial: RunDir, state: StoredState, run: RunDir) -> None:
         moved = with_moved_paths(allowed.files, here)
         write_record(partial.code, AllowedCode(files=moved))
         for file, digest in moved.items():
-            _say(f"the run executes {Path(file).name} from the store, of SHA-256 {digest[:SHOWN]}")
+            say(f"the run executes {Path(file).name} from the store, of SHA-256 {digest[:SHOWN]}")
     identity = read_record(partial.identity, RunIdentity)
     # the link leads to the former flow, and the one that goes on here gets its own
     changes: dict[str, Any] = {"prefect_url": "", "code_sha256": with_moved_paths(identity.code_sha256, here)}
@@ -361,7 +358,7 @@ def _adapt(partial: RunDir, state: StoredState, run: RunDir) -> None:
         changes |= nowhere | {"tracking_uri": store_of(read_config(partial, "given").monitor)}
     name = take_name(identity.config_name or identity.name, identity.run_id, wanted=identity.name)
     if name != identity.name:
-        _say(f"another run is called {identity.name} here, so this one is called {name}")
+        say(f"another run is called {identity.name} here, so this one is called {name}")
     write_record(partial.identity, identity.model_copy(update=changes | {"name": name}))
     if partial.adjusted.exists():
         # of hosts that were left in the other cluster; without it the hosts of `launch.hostfile` are asked
@@ -378,7 +375,3 @@ def _adapt(partial: RunDir, state: StoredState, run: RunDir) -> None:
         manifest.rename(partial.began_with)
         shutil.rmtree(partial.shards)
         partial.shards.symlink_to(onward_home() / "shards" / key, target_is_directory=True)
-
-
-def _say(text: str) -> None:
-    print(f"onward: {text}", file=sys.stderr, flush=True)

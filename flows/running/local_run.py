@@ -22,7 +22,7 @@ from onward.infra.mlflow.tracking import Status
 from onward.infra.servers import service_definitions, services
 from onward.infra.servers.login import keep_from_others
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.errors import RuntimeUnavailable, say
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.names import name_of
@@ -71,11 +71,11 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
                 if not start and not {"prefect", "worker"} <= services.running(home).keys():
                     raise services.ServiceError("no Prefect server with a worker runs; start both with `onward up`")
                 if "prefect" not in services.running(home):
-                    print("onward: starting a Prefect server on 127.0.0.1", file=sys.stderr)
+                    say("starting a Prefect server on 127.0.0.1")
                 server = services.ensure(home, ["prefect"])["prefect"]
                 if other := services.beside(home):
                     said = f"the Prefect server of this home is on {other}, and this host has one for its own runs"
-                    print(f"onward: {said}; PREFECT_API_URL names one for all hosts", file=sys.stderr)
+                    say(f"{said}; PREFECT_API_URL names one for all hosts")
                 environment = service_definitions.environment(home, prefect_url=server)
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None
@@ -83,7 +83,11 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
         before = dict(os.environ)
         os.environ.update(environment)
         keep_from_others(environment["PREFECT_API_URL"], os.environ.get("PREFECT_API_AUTH_STRING", ""))
-        _reread_prefect_settings()
+        # Prefect reads the environment again, if it was imported before: a script may call `onward.run` twice
+        if "prefect.context" in sys.modules:
+            from prefect.context import refresh_global_settings_context
+
+            refresh_global_settings_context()
         try:
             yield environment["PREFECT_API_URL"]
         except Exception as error:
@@ -101,14 +105,6 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
             for name in environment:
                 os.environ.pop(name)
                 os.environ.update({name: before[name]} if name in before else {})
-
-
-def _reread_prefect_settings() -> None:
-    """Let Prefect read the environment again, if it was imported before: a script may call `onward.run` twice."""
-    if "prefect.context" in sys.modules:
-        from prefect.context import refresh_global_settings_context
-
-        refresh_global_settings_context()
 
 
 def create_flow_run(
@@ -232,7 +228,7 @@ def _how_it_ended(flow_run_id: UUID, run: RunDir) -> tuple[State[object], Status
 
 def _may_be_orphan(flow_run: FlowRun, run: RunDir) -> bool:
     """Return whether a flow run that nothing runs belongs to this machine and is not about to begin."""
-    if flow_run.state_type and flow_run.state_type.value == "PENDING":
+    if flow_run.state_type == "PENDING":
         # a pending trial waits for its turn as long as its sweep runs
         if flow_run.parent_task_run_id and (trial := membership(run)):
             return not is_running(RunDir(SweepDir.of(trial.sweep_id).root))
@@ -278,7 +274,7 @@ def run_to_end(flow_run: FlowRun, parameters: dict[str, object]) -> ExportedMode
     except Exception as error:
         ending = ending_of(run)
         # the record of an earlier flow of this run says nothing about this one
-        is_done = ending is not None and (ending.status, ending.flow_run_id) == ("completed", str(flow_run.id))
+        is_done = ending and (ending.status, ending.flow_run_id) == ("completed", str(flow_run.id))
         if is_done and run.exported.exists():
             # only Prefect could not be told; the next command tells it
             log.warning(

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from onward.flows.run_state.run_index import listed_runs
 from onward.infra.servers.service_state import try_lock
 from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.errors import ConfigError, shown
+from onward.trainer.errors import ConfigError, say, shown
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.names import owner_of
@@ -65,7 +64,7 @@ def named_run(name: str, *, may_continue: bool) -> Iterator[NamedRun]:
         # of a name that no run has, this is a directory, and no lock
         run = RunDir(onward_home() / "runs" / (owner_of(name) or ""))
         for freed in free_abandoned([path, run.lock]):
-            print(f"onward: {freed} was not renewed for {LEASE_S:g} s: its host is taken for lost", file=sys.stderr)
+            say(f"{freed} was not renewed for {LEASE_S:g} s: its host is taken for lost")
     with path.open("ab") as lock:
         if not try_lock(lock):
             raise ConfigError(

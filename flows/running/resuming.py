@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from onward.flows.run_state.why_run_ended import cause_of
 from onward.tasks.attempts.retry_policy import newest_checkpoint
 from onward.tasks.storing.run_sender import send_rest
 from onward.trainer.config.loading import load_config
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, say
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.kept_settings import accept_edited, refuse_edited
 from onward.trainer.run.recorded.sweep_records import membership
@@ -74,7 +73,7 @@ def check_settings(run: RunDir, *, accept: bool) -> None:
     change = accept_edited(run, newest_checkpoint(run))
     unchanged = "config.json is as Onward has written it: nothing was to accept"
     unknown = "the run has no accepted.json, so it is not known whether config.json was edited"
-    print(f"onward: {change or (unchanged if known else unknown)}", file=sys.stderr)
+    say(str(change or (unchanged if known else unknown)))
 
 
 def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome | None:
@@ -83,19 +82,10 @@ def outcome_if_finished(run: RunDir, changes: Sequence[Override]) -> RunOutcome 
     config = load_config(read_config(run, "given"), changes)
     if not is_finished(run, config.stop, config.checkpoint):
         return None
-    send_to_store(run)
-    print(
-        f"onward: {reference_to(run)} is finished, and nothing was started. To train further, "
-        f"{how_to_train_further(run)}",
-        file=sys.stderr,
-    )
-    kept = read_config(run)
-    return outcome_of(run, kept.data, kept.losses, kept.checkpoint, read_record(run.exported, ExportedModel))
-
-
-def send_to_store(run: RunDir) -> None:
-    """Send to the store of a run that is finished what could not be sent before."""
+    # what could not be sent before
     sending = record_if_written(record_in(run), Sending)
-    if sending is not None and not sending.ended:
-        print(f"onward: sending what {sending.url} lacks", file=sys.stderr, flush=True)
+    if sending and not sending.ended:
+        say(f"sending what {sending.url} lacks")
         send_rest(run, log)
+    say(f"{reference_to(run)} is finished, and nothing was started. To train further, {how_to_train_further(run)}")
+    return outcome_of(run, read_record(run.exported, ExportedModel))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 
 from onward.flows.run_state.run_status import RunStatus, describe
@@ -13,7 +12,7 @@ from onward.flows.run_state.runs import find_run, holder_of, is_running, referen
 from onward.flows.run_state.slurm_submission import forget_stopped, note_stopped
 from onward.infra.job import slurm_jobs
 from onward.infra.job.process_identity import is_gone
-from onward.trainer.errors import ConfigError, RuntimeUnavailable
+from onward.trainer.errors import ConfigError, RuntimeUnavailable, say
 from onward.trainer.run.recorded.sweep_records import membership
 
 MARGIN_S = 60.0
@@ -44,10 +43,10 @@ def stop(text: str) -> RunStatus:
         on = "" if holder is None else f" on {holder['host']}"
         raise RuntimeUnavailable(f"{name} is run by {where}{on}: stop it there, or with Cancel in Prefect")
     if trial := membership(run):
-        print_progress(f"{name} is trial {trial.number} of a sweep, which stops with it")
+        say(f"{name} is trial {trial.number} of a sweep, which stops with it")
     whom = f"job {job} of Slurm" if job else f"process {holder['pid']}"
     patience_s = stop_limit_s(run) + MARGIN_S
-    print_progress(f"asked {whom} to save {name} and to stop; this may take {patience_s:.0f} s")
+    say(f"asked {whom} to save {name} and to stop; this may take {patience_s:.0f} s")
     try:
         _end_job(job) if job else os.kill(holder["pid"], signal.SIGTERM)
     except ProcessLookupError:
@@ -82,8 +81,3 @@ def _end_job(job: str) -> None:
     except slurm_jobs.SlurmError:
         forget_stopped(job)
         raise
-
-
-def print_progress(text: str) -> None:
-    """Print what is being done, on stderr."""
-    print(f"onward: {text}", file=sys.stderr, flush=True)

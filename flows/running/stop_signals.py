@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -33,14 +32,13 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def acknowledged_interrupt(grace_s: float, *, say: Callable[[str], object] | None = None) -> Iterator[None]:
+def acknowledged_interrupt(grace_s: float, *, say: Callable[[str], object]) -> Iterator[None]:
     """Say at once what follows on Ctrl-C inside: the first one saves, the next one does not wait for that.
 
-    say: prints a line, and may be called in a signal handler; None = on stderr.
+    say: prints a line, and may be called in a signal handler.
     """
     before = signal.getsignal(signal.SIGINT)
     number = 0
-    say = say or _written
 
     def interrupt(signum: int, frame: object) -> None:
         nonlocal number
@@ -62,8 +60,3 @@ def acknowledged_interrupt(grace_s: float, *, say: Callable[[str], object] | Non
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _written(text: str) -> None:
-    """Write a line to stderr: not with print, which a signal may have interrupted."""
-    os.write(2, f"\n{text}\n".encode())

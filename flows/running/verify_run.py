@@ -30,7 +30,7 @@ def verify(source: AnyPath = "last") -> CheckedRun | CheckedCheckpoint:
         with opened(os.fspath(source), run_code=True) as (_, checkpoint):  # nothing of it is run here
             return check_checkpoint(checkpoint)
     # a checkpoint directory may also lie outside of any run
-    if (found := checkpoint_at(os.fspath(source))) is not None:
+    if found := checkpoint_at(os.fspath(source)):
         return check_checkpoint(found[1])
     return check_run(find_run(os.fspath(source)))
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from onward.flows.shown.terminal_tables import as_toml, table, wrapped
+from onward.flows.shown.terminal_tables import as_toml, print_item, table, wrapped
 from onward.trainer.quantities import gib
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
     facts += [("input", text) for text in found.inputs]
     facts += [("output", text) for text in found.outputs]
     facts += [(role, f"{total.values:,} numbers in {total.tensors} tensors") for role, total in found.totals.items()]
-    facts.append(("in all", _numbers(found)))
+    every = sum(total.values for total in found.totals.values())
+    facts.append(("in all", f"trained {found.totals['trained'].values:,} of {every:,} numbers"))
     # one clause on each line
     facts += zip(("pre-processing", "", ""), filter(None, found.preprocessing.split("; ")), strict=False)
     facts.append(("importable", _importable(found)))
@@ -55,15 +56,11 @@ def show_diagnosis(found: Diagnosis, *, everything: bool) -> None:
         if entries:
             _title(title)
         for what, remedy in entries:
-            print(wrapped(what, "  - "))
+            print_item(what)
             if remedy:
                 print(wrapped(remedy, "    -> "))
     if found.trials:
         show_trials(found.trials, everything=everything)
-
-
-def _numbers(found: Diagnosis) -> str:
-    return f"trained {found.totals['trained'].values:,} of {sum(t.values for t in found.totals.values()):,} numbers"
 
 
 def show_trials(found: PreprocessingTrials, *, everything: bool) -> None:
@@ -73,18 +70,15 @@ def show_trials(found: PreprocessingTrials, *, everything: bool) -> None:
     _some(rows, (found.measure, "loss", "rows", "settings"), everything=everything)
     best = found.trials[0]
     if found.model_classes:
-        print(wrapped(_labels(found), "  - "))
+        print_item(_labels(found))
     if found.other_order:
-        print(wrapped(_other_order(found), "  - "))
+        print_item(_other_order(found))
     # settings that predict no better than a constant are no advice, so none are printed
     elif not found.better_than_chance:
         guess = "always naming the most frequent class" if found.measure == "accuracy" else "always naming the mean"
-        print(
-            wrapped(
-                f"none is better than a constant: {guess} gives {found.chance:.3f}. The head is not trained for these "
-                "labels, the labels are in another column or order, or the preprocessing is none of these",
-                "  - ",
-            )
+        print_item(
+            f"none is better than a constant: {guess} gives {found.chance:.3f}. The head is not trained for these "
+            "labels, the labels are in another column or order, or the preprocessing is none of these"
         )
         return
     _title("settings of the best" if best.settings else "the best is the configuration as it is")
@@ -249,30 +243,27 @@ def show_proposed(found: Proposed, to_train: str) -> None:
     shown = [(f"{guess.setting} = {_shortened(guess.value)}", guess.reason) for guess in found.guesses]
     table(shown)
     for note in found.notes:
-        print(wrapped(note, "  - "))
+        print_item(note)
     if found.questions:
         _title(f'decide these in {found.path}, where they are "?"')
         for question in found.questions:
-            print(wrapped(f"{question.setting}: {question.what}", "  - "))
+            print_item(f"{question.setting}: {question.what}")
     if found.proof:
         _title("proof")
         print(found.proof.summary)
         # a loss that falls proves that gradients arrive; one that rises hints at the rate
         if found.proof.loss_after > found.proof.loss_before:
-            print(wrapped("the loss has not fallen: optimizer.learning_rate may be too high or too low", "  - "))
+            print_item("the loss has not fallen: optimizer.learning_rate may be too high or too low")
         elif found.proof.has_not_moved:
-            print(
-                wrapped(
-                    "the loss has hardly moved, so this proves that the run works, and not that it learns: raise "
-                    "optimizer.learning_rate, scale the inputs (data.table.standardise), and of a regression the label "
-                    "(loss.standardise_label)",
-                    "  - ",
-                )
+            print_item(
+                "the loss has hardly moved, so this proves that the run works, and not that it learns: raise "
+                "optimizer.learning_rate, scale the inputs (data.table.standardise), and of a regression the label "
+                "(loss.standardise_label)"
             )
     if found.refused:
         _title(f"{found.path} does not train yet")
         for problem in found.refused:
-            print(wrapped(problem, "  - "))
+            print_item(problem)
     _title("written")
     print(found.path)
     _title("when it is corrected" if found.refused else "when these are decided" if found.questions else "next")
@@ -321,7 +312,7 @@ def show_plan(found: Plan, *, everything: bool) -> None:
     if found.considered:
         _title("considered")
         for line in _few([(line,) for line in found.considered], everything=everything):
-            print(wrapped(line[0], "  - "))
+            print_item(line[0])
 
 
 def _division(found: Plan) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,11 @@ def wrapped(text: str, mark: str) -> str:
     )
 
 
+def print_item(text: str) -> None:
+    """Print an entry of a list."""
+    print(wrapped(text, "  - "))
+
+
 def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the table at the end of `onward run`, from the facts that it prints as JSON."""
     before = facts["before"]

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import yaml
 
@@ -31,6 +31,8 @@ from onward.trainer.errors import ConfigError, shown
 from onward.trainer.run.directory import onward_home
 
 Kind = Literal["job", "trainjob", "mpijob"]
+Manifest: TypeAlias = dict[str, Any]
+"""A manifest, or a part of one."""
 
 HOME = "/onward"
 """Where pods mount the volume that they share: ONWARD_HOME, and all files that settings name."""
@@ -99,7 +101,7 @@ def manifests_of(name: str, config: RunConfig, files: Sequence[str], words: Sequ
     command = ["onward", "run", *layers, *words, "--name", name, "--continue"]
     # all pods with ranks are alike, so each has room for as many as the fullest one
     ranks = math.ceil(num_ranks(config.parallel, config.launch) / pods.nodes)
-    documents: list[dict[str, Any]] = [
+    documents: list[Manifest] = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-files"}, "data": texts}
     ]
     job = _job(_pod(name, config.launch, pods, _flow(command, _resources(config.launch, ranks))))
@@ -151,7 +153,7 @@ def _is_in_pods(path: Any, made_there: Path | None) -> bool:
 # -- the pods
 
 
-def _pod(name: str, launch: LaunchConfig, pods: Pods, container: dict[str, Any]) -> dict[str, Any]:
+def _pod(name: str, launch: LaunchConfig, pods: Pods, container: Manifest) -> Manifest:
     """Return the template of a pod, which Pod Security's level `restricted` admits."""
     inside = {
         "name": "node",  # as Kubeflow Trainer calls the container with the training
@@ -187,7 +189,7 @@ def _pod(name: str, launch: LaunchConfig, pods: Pods, container: dict[str, Any])
     return {"metadata": {"labels": {"app.kubernetes.io/name": "onward", "onward/run": name}}, "spec": spec}
 
 
-def _flow(command: Sequence[str], resources: Mapping[str, Any]) -> dict[str, Any]:
+def _flow(command: Sequence[str], resources: Manifest) -> Manifest:
     """Return what a container needs to run the flow."""
     return {
         "command": [*command],
@@ -198,9 +200,9 @@ def _flow(command: Sequence[str], resources: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _resources(launch: LaunchConfig, ranks: int) -> dict[str, Any]:
+def _resources(launch: LaunchConfig, ranks: int) -> Manifest:
     """Return what a pod with so many ranks asks for."""
-    asked: dict[str, Any] = {"requests": {"cpu": str(ranks * (launch.threads_per_rank or 1))}}
+    asked: Manifest = {"requests": {"cpu": str(ranks * (launch.threads_per_rank or 1))}}
     if launch.device == "cuda":
         # Kubernetes takes a limit of GPUs for the request as well
         asked["limits"] = {"nvidia.com/gpu": str(math.ceil(ranks / launch.ranks_per_gpu))}
@@ -210,7 +212,7 @@ def _resources(launch: LaunchConfig, ranks: int) -> dict[str, Any]:
 # -- the kinds
 
 
-def _job(pod: Mapping[str, Any]) -> dict[str, Any]:
+def _job(pod: Manifest) -> Manifest:
     """Return the specification of a Job of one pod."""
     rules = [
         # the first rule that fits counts, and an evicted pod may end with a status of the second one
@@ -220,7 +222,7 @@ def _job(pod: Mapping[str, Any]) -> dict[str, Any]:
     return {"backoffLimit": STARTS, "podFailurePolicy": {"rules": rules}, "template": pod}
 
 
-def _train_job(name: str, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _train_job(name: str, job: Manifest) -> list[Manifest]:
     """Return a TrainingRuntime with the pod, and the TrainJob that refers to it."""
     group = "trainer.kubeflow.org"
     # Kubeflow finds the pods of the training by this label
@@ -242,7 +244,7 @@ def _train_job(name: str, job: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [runtime, train_job]
 
 
-def _mpi_job(name: str, launch: LaunchConfig, pods: Pods, command: Sequence[str], ranks: int) -> dict[str, Any]:
+def _mpi_job(name: str, launch: LaunchConfig, pods: Pods, command: Sequence[str], ranks: int) -> Manifest:
     """Return an MPIJob: the flow in its launcher, `ranks` ranks in each worker."""
     # before --name: an override is one of the words
     flow = [*command[:-3], f"launch.hostfile={HOSTFILE}", *command[-3:]]

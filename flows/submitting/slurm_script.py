@@ -24,7 +24,7 @@ from onward.infra.job import slurm_jobs
 from onward.infra.job.slurm_jobs import SlurmError, SlurmJob
 from onward.tasks.attempts.retry_policy import newest_checkpoint
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
-from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable, shown
+from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable, say, shown
 from onward.trainer.run.directory import RunDir, onward_home
 from onward.trainer.run.names import owner_of
 
@@ -137,7 +137,7 @@ def requeued(name: str) -> Iterator[None]:
     except SystemExit as ended:
         found = slurm_jobs.find(job) if job and ended.code == 128 + signal.SIGTERM else None
         # of a job that was cancelled the state is another one
-        if found is not None and found.state == "RUNNING":
+        if found and found.state == "RUNNING":
             _end_or_requeue(name, job, has_saved=_saved(name) != saved)
         raise
 
@@ -152,12 +152,12 @@ def _end_or_requeue(name: str, job: str, *, has_saved: bool) -> None:
             slurm_jobs.cancel(job)  # all is saved; its state says then that somebody has ended it
         # a job that was preempted long before its limit may get further the next time
         elif not has_saved and slurm_jobs.ends_at() - time.time() < near_end_s:
-            print(f"onward: the time of job {job} of Slurm is too short: no step was saved in it", file=sys.stderr)
+            say(f"the time of job {job} of Slurm is too short: no step was saved in it")
         else:
-            print(f"onward: job {job} of Slurm is put back into the queue, and goes on from there", file=sys.stderr)
+            say(f"job {job} of Slurm is put back into the queue, and goes on from there")
             slurm_jobs.requeue(job)
     except (SlurmError, OnwardError) as error:
-        print(f"onward: {error}; send it again to go on", file=sys.stderr)
+        say(f"{error}; send it again to go on")
 
 
 def _run_of(name: str) -> RunDir | None:

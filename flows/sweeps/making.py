@@ -17,14 +17,13 @@ from onward.trainer.config.layers import Source
 from onward.trainer.config.loading import Check, Override, layered, load_config, settings_of
 from onward.trainer.config.sections.results import MonitorConfig
 from onward.trainer.config.setting_paths import PATHS, replaced, values_at
+from onward.trainer.data.reading.fetching import MODELS
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.extras import how_to_install
 from onward.trainer.run.names import take_name
 from onward.trainer.run.recorded.sweep_records import Sweep, SweepDir, describe_settings
 from onward.trainer.run.records import write_record
 
-REGISTERED = ("model.path", "teacher.path")
-"""Settings that may name a registered model."""
 MAX_TRIALS = 1000
 MAX_NAME = 90
 """Characters of a sweep's name; those of its trials end with their number."""
@@ -52,6 +51,7 @@ def make_sweep(
     problems = found.problems
     choices = {key: tuple(_anchored(key, value) for value in values) for key, values in space.choices.items()}
     ranges = space.ranges
+    tried = Space(choices, ranges)
     problems += cannot_vary(settings, (*choices, *ranges))
     if prune and "train.evaluation_period" not in choices and setting(settings, "train.evaluation_period") == 0:
         problems.append(
@@ -72,15 +72,15 @@ def make_sweep(
             f"{trials or number} trials are more than {MAX_TRIALS}; try fewer values, or a range with --trials"
         )
     else:
-        problems += _all_problems(settings, choices, ranges, check)
+        problems += _all_problems(settings, tried, check)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     if (ranges or prune) and importlib.util.find_spec("optuna") is None:
         what = "--prune" if not ranges else "a range of values"
         raise RuntimeUnavailable(f"{what} needs optuna, which is not installed here: {how_to_install('sweep')}")
-    first = load_config(settings, _corner(choices, ranges).items())
+    first = load_config(settings, _corner(tried).items())
     pin = partial(_pinned, monitor=first.monitor)
-    for key in REGISTERED:
+    for key in MODELS:
         settings = replaced(settings, key.split("."), pin)
         choices |= {key: tuple(map(pin, choices[key]))} if key in choices else {}
     sweep_id = str(uuid.uuid4())
@@ -123,13 +123,11 @@ def _pinned(path: Any, monitor: MonitorConfig) -> Any:
 # -- what is wrong with the configurations
 
 
-def _all_problems(
-    settings: Mapping[str, Any], choices: Mapping[str, Sequence[Any]], ranges: Mapping[str, Any], check: Check
-) -> list[str]:
+def _all_problems(settings: Mapping[str, Any], space: Space, check: Check) -> list[str]:
     """Return what is wrong with any configuration, each problem once, with the settings that cause it."""
     causes: dict[str, list[dict[str, Any]]] = {}
     # a problem that all combinations share is not the fault of a value, and is named without one
-    tried = [*_combinations(choices, ranges)]
+    tried = [*_combinations(space)]
     for values in tried:
         try:
             load_config(settings, values.items(), check=check)
@@ -158,24 +156,24 @@ def _named(found: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]]) -> 
     return few + (f" or {len(found) - MAX_NAMED} others" if len(found) > MAX_NAMED else "")
 
 
-def _combinations(choices: Mapping[str, Sequence[Any]], ranges: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+def _combinations(space: Space) -> Iterable[dict[str, Any]]:
     """Yield what is checked: every combination of a grid; of a search space each value and each bound by itself."""
-    if not ranges:
-        for number in range(1, math.prod(map(len, choices.values())) + 1):
-            yield combination(choices, number)
+    if not space.ranges:
+        for number in range(1, math.prod(map(len, space.choices.values())) + 1):
+            yield combination(space.choices, number)
         return
-    corner = _corner(choices, ranges)
+    corner = _corner(space)
     yield corner
-    for key, values in choices.items():
+    for key, values in space.choices.items():
         # one setting at a time: all combinations of a search space would be far too many
         yield from ({**corner, key: value} for value in values[1:])
-    for key, bounds in ranges.items():
+    for key, bounds in space.ranges.items():
         yield {**corner, key: _number(bounds.kind, bounds.high)}
 
 
-def _corner(choices: Mapping[str, Sequence[Any]], ranges: Mapping[str, Any]) -> dict[str, Any]:
-    first = {key: values[0] for key, values in choices.items()}
-    return first | {key: _number(bounds.kind, bounds.low) for key, bounds in ranges.items()}
+def _corner(space: Space) -> dict[str, Any]:
+    first = {key: values[0] for key, values in space.choices.items()}
+    return first | {key: _number(bounds.kind, bounds.low) for key, bounds in space.ranges.items()}
 
 
 def _number(kind: str, value: float) -> float | int:

@@ -63,13 +63,9 @@ def outcome_of(folder: SweepDir) -> SweepOutcome:
         state = "exported"
     elif all_ended and best is None:
         state = "failed"
-    exported = {"model": "", "sha256": "", "registered": "", "promotion": ""}
-    if result:
-        exported = {"model": str(result.model), "sha256": result.sha256}
-        exported |= {"registered": result.registered, "promotion": result.promotion}
-    links = {"mlflow_run_id": "", "tracking_uri": "", "prefect_url": ""}
-    if identity:
-        links = {name: getattr(identity, name) for name in links}
+    # "" of a record that is not written yet
+    exported = {name: str(getattr(result, name, "")) for name in ("model", "sha256", "registered", "promotion")}
+    links = {name: getattr(identity, name, "") for name in ("mlflow_run_id", "tracking_uri", "prefect_url")}
     return SweepOutcome(
         sweep_id=plan.sweep_id,
         name=plan.name,

@@ -14,7 +14,7 @@ from onward.infra.mlflow.mlflow_store import TrackingError, TrackingUnavailable
 from onward.infra.mlflow.model_package import Point
 from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.errors import RuntimeUnavailable
-from onward.trainer.run.recorded.sweep_records import Range, Sweep, Trial
+from onward.trainer.run.recorded.sweep_records import Sweep, Trial
 from onward.trainer.run.records import RunIdentity, read_record
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ def start_run(identity: RunIdentity, plan: Sweep) -> tuple[str, str]:
     """
     tags = {"onward.sweep": plan.sweep_id, "mlflow.note.content": _note(plan, identity)}
     params: dict[str, Any] = {f"tried.{key}": ", ".join(map(str, values)) for key, values in plan.choices.items()}
-    params |= {f"tried.{key}": _bounds(bounds) for key, bounds in plan.ranges.items()}
+    for key, bounds in plan.ranges.items():
+        params[f"tried.{key}"] = f"{bounds.kind}({bounds.low:g}, {bounds.high:g})"
     params |= {"num_trials": plan.num_trials, "metric": plan.metric, "greatest_is_best": plan.greatest}
     try:
         return Tracker(identity.tracking_uri).start_run(
@@ -48,10 +49,6 @@ def _note(plan: Sweep, identity: RunIdentity) -> str:
     tried = " and ".join(f"`{key}`" for key in plan.tried)
     note = f"{plan.num_trials} trials of {tried}, compared by `{plan.metric}`"
     return note + (f" · [in Prefect]({identity.prefect_url})" if identity.prefect_url else "")
-
-
-def _bounds(bounds: Range) -> str:
-    return f"{bounds.kind}({bounds.low:g}, {bounds.high:g})"
 
 
 def ending(trial: Trial, plan: Sweep) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from onward.flows.api import require_flow
 from onward.flows.configuration import Config, Given, Overrides
 from onward.flows.running.stop_signals import exit_on_sigterm
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, say
 
 if TYPE_CHECKING:
     from onward.flows.sweeps.outcome import SweepOutcome
+    from onward.trainer.run.recorded.sweep_records import SweepDir
 
 
 def sweep(
@@ -51,7 +51,7 @@ def sweep(
     folder = make_sweep(
         given.source, given.changes, wanted, profile=profile, trials=trials, prune=prune, seed=seed, check=both
     )
-    return _run_sweep(folder.root.name)
+    return _run_sweep(folder)
 
 
 def resume_sweep(sweep: str = "last", *, from_start: bool = False) -> SweepOutcome:
@@ -78,7 +78,7 @@ def resume_sweep(sweep: str = "last", *, from_start: bool = False) -> SweepOutco
             )
         for trial in unended:
             discard_damaged(trial.run)
-    return outcome_of(folder) if folder.result.exists() else _run_sweep(folder.root.name)
+    return outcome_of(folder) if folder.result.exists() else _run_sweep(folder)
 
 
 def sweeps() -> list[SweepOutcome]:
@@ -89,20 +89,18 @@ def sweeps() -> list[SweepOutcome]:
     return [outcome_of(folder) for folder in all_sweeps()]
 
 
-def _run_sweep(sweep_id: str) -> SweepOutcome:
+def _run_sweep(folder: SweepDir) -> SweepOutcome:
     from onward.flows.running.local_run import prefect_server
     from onward.flows.sweeps.outcome import outcome_of
-    from onward.trainer.run.recorded.sweep_records import SweepDir
 
-    folder = SweepDir.of(sweep_id)
     with exit_on_sigterm(), prefect_server():
-        print(f"onward: sweep {folder.root}", file=sys.stderr)
+        say(f"sweep {folder.root}")
         from onward.flows.sweep import run_sweep  # imports Prefect, which reads the environment of the server
 
         try:
             run_sweep(folder)
         except BaseException:
             if not folder.result.exists():
-                print(f"onward: to continue the sweep: onward sweep --resume {sweep_id}", file=sys.stderr)
+                say(f"to continue the sweep: onward sweep --resume {folder.root.name}")
             raise
     return outcome_of(folder)

@@ -51,8 +51,8 @@ def trial_config(sweep: Sweep, trial: Trial) -> RunConfig:
 
 def begin(folder: SweepDir, plan: Sweep, number: int) -> Trial:
     """Return a trial as it is recorded; of a new one, choose the settings and write its record."""
-    if folder.trial(number).exists():
-        return read_record(folder.trial(number), Trial)
+    if known := record_if_written(folder.trial(number), Trial):
+        return known
     # chosen once and written before the trial begins: a resumed sweep must not choose again
     settings = choose_settings(plan, number, folder.trials(), lambda trial: history(trial, plan.metric))
     trial = Trial(number=number, run_id=str(uuid.uuid4()), settings=settings)
@@ -82,7 +82,7 @@ def result_of(trial: Trial, plan: Sweep, state: State[Any] | None, *, first: Tri
     run = trial.run
     trained = record_if_written(run.train, TrainResult)
     known: dict[str, Any] = {"ended_at_ms": time.time_ns() // 1_000_000}
-    if trained is not None:
+    if trained:
         known |= {"step": trained.step, "elapsed_s": trained.elapsed_s}
     if run.pruned.exists() and not (state is not None and state.is_completed()):  # else it was done before it stopped
         pruned = read_record(run.pruned, Pruned)

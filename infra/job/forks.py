@@ -64,7 +64,7 @@ whose parameters are settings only, so it is not passed as an argument."""
 @contextlib.contextmanager
 def fork_server() -> Iterator[None]:
     """Let `python` use a fork server inside. Within another one, or where it cannot be started, do nothing."""
-    if _server.get() is not None:
+    if _server.get():
         yield
         return
     with started() as server:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from onward.infra.job.hosts import is_here, why_silent
 from onward.infra.job.mpirun import environment_of_ranks, remote_shell
@@ -39,8 +39,7 @@ ECHO = "import os, select\nwhile select.select([0], [], [], 30)[0] and os.read(0
 class HostBeats:
     """Watches the hosts of a job, each in a thread."""
 
-    def __init__(self, hosts: Sequence[str], users: Mapping[str, str] = os.environ) -> None:
-        self._users = dict(users)
+    def __init__(self, hosts: Sequence[str]) -> None:
         # this process would be frozen or cut off together with its own host
         self._hosts = [host for host in hosts if not is_here(host)]
         self._lost: dict[str, str] = {}
@@ -80,7 +79,7 @@ class HostBeats:
                 return
             # a host whose logins are always slow is not lost for that
             limit_s = max(ASKED_S, math.ceil(2.0 * self._login_s[host]))
-            if why := why_silent(host, self._users, limit_s=limit_s):
+            if why := why_silent(host, limit_s=limit_s):
                 self._lost[host] = f"silent for {SILENT_S:g} s; {why}"
                 return
             # a host whose program has sent bytes allows programs, however that one ended
@@ -88,7 +87,7 @@ class HostBeats:
 
     def _listen(self, host: str) -> int:
         """Exchange bytes with a program on a host until it is silent or ends; return how many came back."""
-        environment = environment_of_ranks(self._users)
+        environment = environment_of_ranks(os.environ)
         command = shlex.join([sys.executable, "-I", "-S", "-c", ECHO])
         count = 0
         try:

@@ -80,12 +80,10 @@ def with_slots(path: Path, copy: Path) -> Path:
     return copy
 
 
-def silent_hosts(hosts: Sequence[str], users: Mapping[str, str] = os.environ) -> dict[str, str]:
+def silent_hosts(hosts: Sequence[str]) -> dict[str, str]:
     """Return the hosts that do not answer, each with what ssh said. They are asked at the same time."""
-    if not hosts:
-        return {}
-    with ThreadPoolExecutor(max_workers=min(MOST_ASKED, len(hosts))) as threads:
-        answers = threads.map(lambda host: why_silent(host, users), hosts)
+    with ThreadPoolExecutor(MOST_ASKED) as threads:
+        answers = threads.map(why_silent, hosts)
         return {host: problem for host, problem in zip(hosts, answers, strict=True) if problem}
 
 
@@ -117,30 +115,20 @@ class Answer:
 
 
 def ask_programs(
-    hosts: Sequence[str],
-    words: Sequence[str],
-    question: str,
-    line: str,
-    users: Mapping[str, str] = os.environ,
-    *,
-    limit_s: float = ANSWER_S,
+    hosts: Sequence[str], words: Sequence[str], question: str, line: str, *, limit_s: float = ANSWER_S
 ) -> dict[str, Answer]:
     """Ask a program on each host, at the same time; return what each has said.
 
     The program answers as trainer/run/machine/host_report.py describes it. line: how each of its lines begins. limit_s:
     until it must have answered.
     """
-    if not hosts:
-        return {}
-    with ThreadPoolExecutor(max_workers=min(MOST_ASKED, len(hosts))) as threads:
-        answers = threads.map(lambda host: _converse(host, words, question, line, users, limit_s), hosts)
+    with ThreadPoolExecutor(MOST_ASKED) as threads:
+        answers = threads.map(lambda host: _converse(host, words, question, line, limit_s), hosts)
         return dict(zip(hosts, answers, strict=True))
 
 
-def _converse(
-    host: str, words: Sequence[str], question: str, line: str, users: Mapping[str, str], limit_s: float
-) -> Answer:
-    environment = environment_of_ranks(users)
+def _converse(host: str, words: Sequence[str], question: str, line: str, limit_s: float) -> Answer:
+    environment = environment_of_ranks(os.environ)
     if is_here(host):
         # of the user's own login to this host, which says nothing of the network between the hosts
         environment.pop("SSH_CONNECTION", None)
@@ -172,7 +160,7 @@ def _converse(
                 program.kill()
             finally:
                 limit.cancel()
-        if found is not None:
+        if found:
             return found
         errors.seek(0)
         said = " ".join(errors.read().split())[-300:]
@@ -196,7 +184,11 @@ def _conversation(program: subprocess.Popen[str], question: str, line: str) -> A
     place = json.loads(report)
     if not place["port"]:  # this host, or one that is seen through a router
         return Answer(report=report, arrived_at=arrived_at)
-    to_host = _why_not_reached(place["address"], place["port"])
+    to_host = ""
+    try:
+        socket.create_connection((place["address"], place["port"]), timeout=CONNECT_S).close()
+    except OSError as error:
+        to_host = str(error)
     to_head: str | None = ""
     with contextlib.suppress(OSError), socket.create_server((place["head"], 0)) as listening:
         program.stdin.write(f"{listening.getsockname()[1]}\n")
@@ -210,14 +202,6 @@ def _read(program: subprocess.Popen[str], line: str) -> str | None:
     assert program.stdout is not None
     own = (said.removeprefix(line).strip() for said in program.stdout if said.startswith(line))
     return next(own, None)
-
-
-def _why_not_reached(address: str, port: int) -> str:
-    try:
-        socket.create_connection((address, port), timeout=CONNECT_S).close()
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def is_here(host: str) -> bool:
@@ -236,11 +220,11 @@ def is_here(host: str) -> bool:
     return False
 
 
-def why_silent(host: str, users: Mapping[str, str] = os.environ, *, limit_s: int = 0) -> str:
+def why_silent(host: str, *, limit_s: int = 0) -> str:
     """Return why a host does not answer, as ssh says it; "" if it does. limit_s: 0 = that of ssh's own options."""
     if is_here(host):
         return ""
-    environment = environment_of_ranks(users)
+    environment = environment_of_ranks(os.environ)
     shell = remote_shell(environment)
     # of two values of one option ssh takes the first
     command = [shell[0], *(["-o", f"ConnectTimeout={limit_s}"] if limit_s else []), *shell[1:], host, "true"]

@@ -31,7 +31,7 @@ from onward.infra.job.child_program import signalled_with_parent
 from onward.infra.job.host_beats import SILENT_S, HostBeats
 from onward.infra.job.hosts import read_hostfile
 from onward.infra.job.job_guard import TAG, Guard, is_suspended, kill_job, members, temporary_directory
-from onward.infra.job.launcher import Launcher, LaunchError, Ranks
+from onward.infra.job.launcher import Environment, Launcher, LaunchError, Ranks
 from onward.infra.job.mpirun import Mpirun
 from onward.infra.job.process_identity import boot_id
 from onward.infra.job.ray_launcher import Ray
@@ -53,6 +53,8 @@ SAVE = "save-requested"
 
 LAST_S = 30.0
 """Time that the flow has to end after its ranks, before the end of the scheduler's job in which it runs."""
+FREE_S = job_guard.GRACE_S + 5.0
+"""Longest time until the ranks of a killed flow have ended, which may still be saving."""
 Reason: TypeAlias = Literal["exited", "stopped", "silent", "start_timeout", "host_lost", "out_of_time"]
 """Why a job has ended. `stopped`: this process asked for it; ranks that stop without that were signalled by somebody
 else. `host_lost`: a host gave no sign of life. `out_of_time`: the job of Slurm, in which it runs, is about to end."""
@@ -106,7 +108,7 @@ class Job:
     cwd: Path | None = None
     """Working directory of the ranks; None = `run_dir`, where no module of the user can hide one of Onward's."""
 
-    def arguments(self, environment: Mapping[str, str]) -> list[str]:
+    def arguments(self, environment: Environment) -> list[str]:
         """Return the command line of the launcher. environment: of this process. Raises LaunchError."""
         # the fork server is on this host
         elsewhere = self.launcher.uses_other_hosts(self.ranks.hostfile, environment)
@@ -143,15 +145,23 @@ class Job:
             beats = HostBeats(list(read_hostfile(Path(self.ranks.hostfile))) if self.ranks.hostfile else [])
             try:
                 # inside of the try: a disk that takes no record ends the job again
-                _write_job_record(self.run_dir, tag, argv)
+                job = RunningJob(tag, boot_id(), argv, time.strftime("%Y-%m-%dT%H:%M:%S%z"), os.getpid())
+                partial = self.run_dir / ".job.json.partial"
+                partial.write_text(json.dumps(asdict(job), indent=2))
+                # complete or absent, because another process may read it at any time
+                partial.replace(self.run_dir / "job.json")
                 with beats.watched():
                     reason, detected_ms = self._watch(launcher, folder, guard, stopped, beats)
             except BaseException:
                 _stop(launcher, self.stop_limit_s())
                 raise
             finally:
+                launcher.poll()  # reads the status of a launcher that has ended by itself, before `kill_job` kills it
                 # also after an orderly end, because a rank may leave processes behind
-                _kill_rest(launcher, tag)
+                kill_job(tag)
+                # a process in a hung system call cannot be killed
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    launcher.wait(5.0)
                 remove(folder)
         lost = beats.lost() if reason == "host_lost" else {}
         elapsed_s = time.monotonic() - started_at
@@ -268,10 +278,10 @@ def running_job(run_dir: Path, *, among: Collection[str] | None = None) -> Runni
     return job if runs else None
 
 
-def wait_until_free(run_dir: Path, limit_s: float = job_guard.GRACE_S + 5.0) -> None:
+def wait_until_free(run_dir: Path) -> None:
     """Wait until no process of an earlier job runs; ranks of a killed flow may still be saving. Raises LaunchError."""
-    deadline = time.monotonic() + limit_s
-    while (job := running_job(run_dir)) is not None:
+    deadline = time.monotonic() + FREE_S
+    while job := running_job(run_dir):
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"a job of {run_dir} is still running, started at {job.started_at} (processes {members(job.tag)}); "
@@ -287,14 +297,6 @@ def _read_job_record(run_dir: Path) -> RunningJob | None:
     except (FileNotFoundError, ValueError, TypeError):
         return None
     return job if job.boot == boot_id() else None
-
-
-def _write_job_record(run_dir: Path, tag: str, argv: list[str]) -> None:
-    job = RunningJob(tag, boot_id(), argv, time.strftime("%Y-%m-%dT%H:%M:%S%z"), os.getpid())
-    partial = run_dir / ".job.json.partial"
-    partial.write_text(json.dumps(asdict(job), indent=2))
-    # complete or absent, because another process may read it at any time
-    partial.replace(run_dir / "job.json")
 
 
 # -- ending processes
@@ -313,21 +315,13 @@ def _stop(launcher: subprocess.Popen[bytes], grace_s: float) -> int:
     The time is in milliseconds since 1970.
     """
     began_ms = now_ms()
-    # SIGKILL is left to `_kill_rest`, which reaches the ranks as well
+    # SIGKILL is left to `kill_job`, which reaches the ranks as well
     for number, patience_s in ((signal.SIGUSR1, grace_s), (signal.SIGTERM, 3.0)):
         if patience_s and launcher.poll() is None:
             launcher.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(patience_s)
     return began_ms
-
-
-def _kill_rest(launcher: subprocess.Popen[bytes], tag: str) -> None:
-    """Kill all processes of the job that are left."""
-    launcher.poll()  # reads the exit status of a launcher that has ended by itself, before `kill_job` could kill it
-    kill_job(tag)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a process in a hung system call cannot be killed
-        launcher.wait(5.0)
 
 
 def num_oom_kills() -> int:

@@ -145,13 +145,6 @@ def is_suspended(pid: int) -> bool:
     return False
 
 
-def _leads_session(pid: int) -> bool:
-    try:
-        return os.getsid(pid) == pid
-    except ProcessLookupError:
-        return False
-
-
 # -- the program
 
 
@@ -179,7 +172,10 @@ def _run(tag: str, grace_s: float) -> None:
 
 def _ask(pid: int) -> bool:
     """Return whether a process is mpirun, which passes SIGUSR1 on to the ranks; let it run if it was suspended."""
-    if not _leads_session(pid):
+    try:
+        if os.getsid(pid) != pid:
+            return False
+    except ProcessLookupError:
         return False
     if is_suspended(pid):
         with contextlib.suppress(ProcessLookupError):

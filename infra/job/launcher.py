@@ -14,11 +14,13 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from onward.infra.job.job_guard import TAG
 
-SETTINGS: Mapping[str, str] = {
+Environment: TypeAlias = Mapping[str, str]
+"""Environment variables: name -> value."""
+SETTINGS: Environment = {
     # The output of a crashing rank reaches the log.
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
@@ -106,19 +108,19 @@ class Launcher(Protocol):
     rank_variable: str
     """The environment variable with the number of a rank; RANK_VARIABLES of trainer/distributed/launched.py has it."""
 
-    def problems(self, ranks: Ranks, environment: Mapping[str, str]) -> list[str]:
+    def problems(self, ranks: Ranks, environment: Environment) -> list[str]:
         """Return why it could not start these ranks from here, a sentence each. Nothing is started."""
 
-    def uses_other_hosts(self, hostfile: str, environment: Mapping[str, str]) -> bool:
+    def uses_other_hosts(self, hostfile: str, environment: Environment) -> bool:
         """Return whether it may start ranks on other hosts than this one."""
 
-    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Environment) -> list[str]:
         """Return the command line. Raises LaunchError without the program.
 
         python: the words that run Python. environment: of this process.
         """
 
-    def environment(self, ranks: Ranks, users: Mapping[str, str], folder: Path) -> dict[str, str]:
+    def environment(self, ranks: Ranks, users: Environment, folder: Path) -> dict[str, str]:
         """Return its environment, which reaches the ranks of this host; variables that the user has set stay.
 
         folder: an empty directory of this host for its files and those of the ranks, which is removed after the job.
@@ -128,7 +130,7 @@ class Launcher(Protocol):
         """Return what it says about the end of a job. output: the end of its output and that of the ranks."""
 
 
-def with_settings(users: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+def with_settings(users: Environment, settings: Environment) -> dict[str, str]:
     """Return the user's environment variables and, where the user has set none, those of `settings`."""
     # the former name of PYTORCH_ALLOC_CONF, which a variable of ours would hide
     hidden = "PYTORCH_ALLOC_CONF" if "PYTORCH_CUDA_ALLOC_CONF" in users else ""

@@ -13,13 +13,14 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from onward.infra.job import launcher
 from onward.infra.job.job_guard import TAG
 from onward.infra.job.launcher import (
     CARRIED,
+    Environment,
     LauncherEnding,
     LaunchError,
     RankEnding,
@@ -28,7 +29,7 @@ from onward.infra.job.launcher import (
     with_settings,
 )
 
-SETTINGS: Mapping[str, str] = {
+SETTINGS: Environment = {
     **launcher.SETTINGS,
     # In a container the user is usually root.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -79,7 +80,7 @@ class Mpirun:
             )
         return Path(program).absolute()
 
-    def problems(self, ranks: Ranks, environment: Mapping[str, str]) -> list[str]:
+    def problems(self, ranks: Ranks, environment: Environment) -> list[str]:
         """Return that there is no mpirun, if so."""
         try:
             self.program()
@@ -87,11 +88,11 @@ class Mpirun:
             return [str(error)]
         return []
 
-    def uses_other_hosts(self, hostfile: str, environment: Mapping[str, str]) -> bool:
+    def uses_other_hosts(self, hostfile: str, environment: Environment) -> bool:
         """Return whether a hostfile or a scheduler names hosts."""
         return bool(hostfile) or any(name in environment for name in ALLOCATIONS)
 
-    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Environment) -> list[str]:
         """Return the command line. Raises LaunchError without mpirun."""
         # oversubscribe: a machine with fewer cores than ranks is slow, and no error
         hosts = ["--hostfile", ranks.hostfile] if ranks.hostfile else ["--map-by", ":OVERSUBSCRIBE"]
@@ -105,7 +106,7 @@ class Mpirun:
         # no binding to cores: the threads of a rank would share the one of its slot
         return [str(self.program()), "-n", str(ranks.num_ranks), "--bind-to", "none", *started]
 
-    def environment(self, ranks: Ranks, users: Mapping[str, str], folder: Path) -> dict[str, str]:
+    def environment(self, ranks: Ranks, users: Environment, folder: Path) -> dict[str, str]:
         """Return the environment of mpirun. folder: for its files, if all ranks run on this host."""
         variables = environment_of_ranks(users)
         if not self.uses_other_hosts(ranks.hostfile, users) and "OMPI_MCA_btl" not in users:
@@ -148,12 +149,12 @@ def _first_rank(output: str) -> RankEnding | None:
     return None
 
 
-def environment_of_ranks(users: Mapping[str, str]) -> dict[str, str]:
+def environment_of_ranks(users: Environment) -> dict[str, str]:
     """Return the user's environment variables and, where the user has set none, those of SETTINGS."""
     return with_settings(users, SETTINGS)
 
 
-def remote_shell(environment: Mapping[str, str]) -> list[str]:
+def remote_shell(environment: Environment) -> list[str]:
     """Return the words with which mpirun reaches another host, before the host: ssh and its options."""
     # several agents are separated by colons, and mpirun takes the first that it finds
     agent = environment.get("PRTE_MCA_plm_ssh_agent", "ssh").split(":")[0]

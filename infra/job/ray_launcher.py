@@ -14,11 +14,11 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from onward.infra.job import launcher
-from onward.infra.job.launcher import LauncherEnding, RankEnding, Ranks, signal_name, with_settings
+from onward.infra.job.launcher import Environment, LauncherEnding, RankEnding, Ranks, signal_name, with_settings
 
 PROGRAM = ("-m", "onward.infra.job.ray_ranks")
 ANSWER_S = 60.0
@@ -38,7 +38,7 @@ class Ray:
     name = "ray"
     rank_variable = "RANK"
 
-    def problems(self, ranks: Ranks, environment: Mapping[str, str]) -> list[str]:
+    def problems(self, ranks: Ranks, environment: Environment) -> list[str]:
         """Return that Ray is not installed, no cluster answers, or it is too small."""
         if importlib.util.find_spec("ray") is None:
             return [
@@ -57,15 +57,15 @@ class Ray:
             return answer.stdout.splitlines()
         return [f"the Ray cluster could not be asked: {answer.stderr.strip()[-2000:]}"]
 
-    def uses_other_hosts(self, hostfile: str, environment: Mapping[str, str]) -> bool:
+    def uses_other_hosts(self, hostfile: str, environment: Environment) -> bool:
         """Return True: also a rank of this host is started by its Ray."""
         return True
 
-    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Environment) -> list[str]:
         """Return the command line."""
         return [sys.executable, *PROGRAM, *_options(ranks), "--", *python, "-m", *ranks.module]
 
-    def environment(self, ranks: Ranks, users: Mapping[str, str], folder: Path) -> dict[str, str]:
+    def environment(self, ranks: Ranks, users: Environment, folder: Path) -> dict[str, str]:
         """Return the environment of the program, which sends the ranks a part of it."""
         return with_settings(users, launcher.SETTINGS)
 

@@ -148,14 +148,12 @@ class Needs(NamedTuple):
         """The resources of one rank, as Ray names them."""
         return {"CPU": self.cpus, "GPU": self.gpus} if self.gpus else {"CPU": self.cpus}
 
-    def room_on(self, resources: Mapping[str, float]) -> int:
-        """Return how many ranks a node of these resources takes."""
-        # the scarcest resource decides; what is left over on two nodes does not add up to a rank
-        return min(int(resources.get(name, 0.0) / needed) for name, needed in self.bundle.items())
-
     def missing(self, nodes: Sequence[Mapping[str, Any]]) -> str:
         """Return that these nodes are too few for the ranks, with the numbers; "" if they are enough."""
-        room = sum(self.room_on(node["Resources"]) for node in nodes)
+        room = 0
+        for node in nodes:
+            # the scarcest resource decides; what is left over on two nodes does not add up to a rank
+            room += min(int(node["Resources"].get(name, 0.0) / needed) for name, needed in self.bundle.items())
         if room >= self.ranks:
             return ""
         having = []

@@ -65,12 +65,12 @@ def allocation(environment: Mapping[str, str] = os.environ) -> str:
     return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
 
 
-def batch_job(environment: Mapping[str, str] = os.environ) -> str:
+def batch_job() -> str:
     """Return the id of the job of Slurm whose batch script this process is, by `exec`; "" for any other process.
 
     Other programs of a job, such as a notebook server that a batch job starts, do not end or requeue all of it.
     """
-    return allocation(environment) if environment.get("ENVIRONMENT") == "BATCH" and _is_script() else ""
+    return allocation() if os.environ.get("ENVIRONMENT") == "BATCH" and _is_script() else ""
 
 
 def _is_script() -> bool:

@@ -20,12 +20,20 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from onward.infra.job import launcher
-from onward.infra.job.launcher import LauncherEnding, LaunchError, RankEnding, Ranks, signal_name, with_settings
+from onward.infra.job.launcher import (
+    Environment,
+    LauncherEnding,
+    LaunchError,
+    RankEnding,
+    Ranks,
+    signal_name,
+    with_settings,
+)
 from onward.infra.job.slurm_jobs import allocation
 
 _ENDED = re.compile(
@@ -52,7 +60,7 @@ class Srun:
             raise LaunchError("there is no srun in PATH; load Slurm's commands, or set launch.launcher = 'mpirun'")
         return Path(found)
 
-    def problems(self, ranks: Ranks, environment: Mapping[str, str]) -> list[str]:
+    def problems(self, ranks: Ranks, environment: Environment) -> list[str]:
         """Return that there is no srun, no allocation, or too small a one."""
         try:
             self.program()
@@ -72,11 +80,11 @@ class Srun:
             ]
         return []
 
-    def uses_other_hosts(self, hostfile: str, environment: Mapping[str, str]) -> bool:
+    def uses_other_hosts(self, hostfile: str, environment: Environment) -> bool:
         """Return True: also a rank of this host is started by its slurmd."""
         return True
 
-    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    def arguments(self, ranks: Ranks, python: Sequence[str], environment: Environment) -> list[str]:
         """Return the command line. Raises LaunchError without srun."""
         program = self.program()
         options = [
@@ -91,7 +99,7 @@ class Srun:
         ]
         return [str(program), *options, *python, "-m", *ranks.module]
 
-    def environment(self, ranks: Ranks, users: Mapping[str, str], folder: Path) -> dict[str, str]:
+    def environment(self, ranks: Ranks, users: Environment, folder: Path) -> dict[str, str]:
         """Return the environment of srun and of the ranks."""
         # a site may set NONE, and without the tag of the job no process of it would be found
         variables = {**with_settings(users, launcher.SETTINGS), "SLURM_EXPORT_ENV": "ALL"}
@@ -149,7 +157,7 @@ def _said(words: Sequence[str | Path]) -> str:
     return f"{done.stdout} {done.stderr}"
 
 
-def num_cpus(environment: Mapping[str, str]) -> int:
+def num_cpus(environment: Environment) -> int:
     """Return how many CPUs the job of Slurm has on all of its hosts; 0 where that is not known."""
     # such as "4(x2),8": so many CPUs on each of two hosts, and on a third one
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))

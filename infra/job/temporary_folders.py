@@ -48,7 +48,7 @@ def make(created: Callable[[], Path]) -> Path:
     for _ in range(MOST_TRIES):
         # between making and locking another command may take it for abandoned and remove it: then a new one is made
         folder = created()
-        with contextlib.suppress(FileNotFoundError), _or_removed(folder):
+        try:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             # the lock was taken, but of a file that is removed meanwhile it protects nothing
@@ -56,19 +56,12 @@ def make(created: Callable[[], Path]) -> Path:
                 _held[folder] = descriptor
                 return folder
             os.close(descriptor)
+        except FileNotFoundError:
+            continue
+        except OSError:  # it takes no lock, as on a full disk
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     raise FileNotFoundError(f"{folder} was removed {MOST_TRIES} times by another process")
-
-
-@contextlib.contextmanager
-def _or_removed(folder: Path) -> Iterator[None]:
-    """Remove a directory that has just been made if it takes no lock, as on a full disk."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def lock_of(folder: Path) -> int:
@@ -112,7 +105,11 @@ def _if_abandoned(folder: Path, *, delete: bool) -> bool:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             return False
         if not (folder / LOCK).exists():
-            return _is_left_empty(folder, found.st_mtime, delete=delete)
+            # its owner was killed before it had a lock
+            is_left = time.time() - found.st_mtime >= UNLOCKED_S and not any(folder.iterdir())
+            if is_left and delete:
+                folder.rmdir()
+            return is_left
         # TMPDIR is open to every account, which may have put a link there
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -128,15 +125,6 @@ def _if_abandoned(folder: Path, *, delete: bool) -> bool:
         finally:
             os.close(descriptor)
     return False
-
-
-def _is_left_empty(folder: Path, changed_at: float, *, delete: bool) -> bool:
-    """Return whether the owner of a directory was killed before it had a lock, after it was removed if asked for."""
-    if time.time() - changed_at < UNLOCKED_S or any(folder.iterdir()):
-        return False
-    if delete:
-        folder.rmdir()
-    return True
 
 
 def _delete(folder: Path) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from importlib import metadata
 from pathlib import Path
@@ -65,15 +65,19 @@ class Store:
         file = file_of(self.tracking_uri)
         database = database_of(self.tracking_uri)
         # before the first connection an absent file is a new store, unless the caller expects an old one
-        had_file = self._connected is not None or self._expected
+        had_file = self._connected or self._expected
         if database and not file and had_file:
             raise TrackingUnavailable(
                 f"the MLflow database {database} was removed: put it back; `onward resume` of a run sends its metrics "
                 "to a new one"
             )
         # another file at the same path: the open connections would still write to the removed one
-        if self._connected is not None and self._file != file:
-            _close_files(self._connected)
+        if self._connected and self._file != file:
+            # MLflow shares them between all clients of the same URI
+            registry = self._connected._get_registry_client()  # type: ignore[no-untyped-call]
+            for each in (self._connected._tracking_client.store, registry.store):
+                if engine := getattr(each, "engine", None):
+                    engine.dispose()
             self._connected = None
         if self._connected is None:
             self._connected = connect(self.tracking_uri)
@@ -96,22 +100,22 @@ def translate_errors(
         shown = store.tracking_uri
         try:
             return method(store, *args, **kwargs)
-        except MlflowException as error:
-            status = error.get_http_status_code()  # type: ignore[no-untyped-call]
+        except FileNotFoundError:
+            raise  # of a file that the caller named, not of MLflow's
+        except (MlflowException, OSError, DatabaseError) as error:  # every error of the HTTP client is an OSError
             text = _sentence(error).replace(whole, shown)
             if any(words in text for words in _DAMAGE):
-                raise TrackingUnavailable(_damaged(shown, text)) from error
+                raise TrackingUnavailable(
+                    f"the MLflow database {database_of(shown) or shown} is damaged ({text}): put a copy of it back, or "
+                    "move it away, and a new one is made; `onward resume` of a run sends its metrics again"
+                ) from error
+            if not isinstance(error, MlflowException):
+                raise TrackingUnavailable(f"MLflow at {shown} cannot be reached: {text}") from error
+            status = error.get_http_status_code()  # type: ignore[no-untyped-call]
             # 429: too many requests, which is over after a while
             if status >= 500 or status == 429:
                 raise TrackingUnavailable(f"MLflow at {shown} reports a temporary error: {text}") from error
             raise TrackingError(f"MLflow at {shown} refused: {text}") from error
-        except FileNotFoundError:
-            raise  # of a file that the caller named, not of MLflow's
-        except (OSError, DatabaseError) as error:  # every error of the HTTP client is an OSError
-            text = _sentence(error).replace(whole, shown)
-            if any(words in text for words in _DAMAGE):
-                raise TrackingUnavailable(_damaged(shown, text)) from error
-            raise TrackingUnavailable(f"MLflow at {shown} cannot be reached: {text}") from error
 
     return call
 
@@ -152,15 +156,6 @@ def _sentence(error: Exception) -> str:
     return next((line for line in lines if "Error) " in line), lines[0])
 
 
-def _damaged(shown: str, text: str) -> str:
-    """Return what to do about a database that cannot be used."""
-    path = database_of(shown) or shown
-    return (
-        f"the MLflow database {path} is damaged ({text}): put a copy of it back, or move it away, and a new one is "
-        "made; `onward resume` of a run sends its metrics again"
-    )
-
-
 def connect(tracking_uri: str) -> MlflowClient:
     """Return MLflow's client of a store, given by its URI as it is recorded: without a password."""
     tracking_uri = with_password(tracking_uri)
@@ -181,8 +176,8 @@ def connect(tracking_uri: str) -> MlflowClient:
 
 
 @contextlib.contextmanager
-def made_ahead(tracking_uri: str) -> Iterator[threading.Thread]:
-    """Import MLflow, and make a database that does not exist yet, in a thread; join it before any other import.
+def made_ahead(tracking_uri: str) -> Iterator[Future[None]]:
+    """Import MLflow, and make a database that does not exist yet, in a thread; wait for it before any other import.
 
     What is wrong with the database is for the first call to say.
     """
@@ -193,12 +188,8 @@ def made_ahead(tracking_uri: str) -> Iterator[threading.Thread]:
                 connect(tracking_uri)
             import mlflow  # noqa: F401
 
-    thread = threading.Thread(target=make, name="make the MLflow database")
-    thread.start()
-    try:
-        yield thread
-    finally:
-        thread.join()
+    with ThreadPoolExecutor(1, "make the MLflow database") as thread:
+        yield thread.submit(make)
 
 
 def import_for_models() -> None:
@@ -228,20 +219,9 @@ def registering_prepared(tracking_uri: str) -> Iterator[None]:
             if file_of(tracking_uri):  # a database that was removed is not made again
                 connect(tracking_uri).search_registered_models(max_results=1)
 
-    thread = threading.Thread(target=prepare, name="prepare the registration")
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1, "prepare the registration") as thread:
+        thread.submit(prepare)
         yield
-    finally:
-        thread.join()
-
-
-def _close_files(client: MlflowClient) -> None:
-    """Close the connections to a database. MLflow shares them between all clients of the same URI."""
-    stores = (client._tracking_client.store, client._get_registry_client().store)  # type: ignore[no-untyped-call]
-    for store in stores:
-        if engine := getattr(store, "engine", None):
-            engine.dispose()
 
 
 def with_password(tracking_uri: str) -> str:

@@ -117,7 +117,11 @@ def write_package(model: ModelFile, folder: Path, *, model_id: str, run_id: str)
             save_as_external_data=False,
         )
         if code:
-            _enter_by(code.name, folder)
+            # the flavor python_function is loaded by the package in the code, and not by MLflow's own
+            saved = Model.load(str(folder))
+            saved.flavors["python_function"]["loader_module"] = f"{code.name}.{ENTRY}"
+            saved.flavors["python_function"].pop("data", None)  # it is given the whole directory
+            saved.save(str(folder / "MLmodel"))
     # `save_model` may serialize the model again; the registered file must be the verified one, byte for byte.
     shutil.copyfile(model.path, folder / "model.onnx")
     for file in model.beside:
@@ -141,17 +145,6 @@ def _copied_code(code: Path, folder: Path) -> Path:
     for file in files:
         shutil.copyfile(file, copy / file.name)
     return copy
-
-
-def _enter_by(package: str, folder: Path) -> None:
-    """Let the flavor python_function of a model directory load it by a package in its code, not by MLflow's own."""
-    from mlflow.models import Model
-
-    saved = Model.load(str(folder))
-    # MLflow asks this module for the model
-    saved.flavors["python_function"]["loader_module"] = f"{package}.{ENTRY}"
-    saved.flavors["python_function"].pop("data", None)  # it is given the whole directory
-    saved.save(str(folder / "MLmodel"))
 
 
 def _pinned(packages: Sequence[str]) -> list[str]:

@@ -104,7 +104,8 @@ class Registry(Store):
         # versions are numbered in the order of their registration
         wanted = numbers[-1] if number == "latest" and numbers else number
         if str(wanted) not in map(str, numbers):
-            raise TrackingError(f"{uri}: {name} has no version {number}; its versions are {_few(numbers)}")
+            known = ", ".join(map(str, numbers[-10:])) or "none"
+            raise TrackingError(f"{uri}: {name} has no version {number}; its versions are {known}")
         return next(_found(each) for each in versions if str(each.version) == str(wanted))
 
     @translate_errors
@@ -134,10 +135,10 @@ class Registry(Store):
                 )
             file = _onnx_file(got, for_people)
             root = got if got.is_dir() else got.parent
+            inside = file.relative_to(root)
             if not root.is_relative_to(partial):  # a local store gives its own directory
                 shutil.copytree(root, Path(partial) / "copy")
                 root = Path(partial) / "copy"
-            inside = file.relative_to(got if got.is_dir() else got.parent)
             # a rename onto a directory with files fails
             shutil.rmtree(folder, ignore_errors=True)
             root.rename(folder)
@@ -164,7 +165,3 @@ def _onnx_file(got: Path, what: str) -> Path:
 
 def _found(version: ModelVersion) -> RegisteredVersion:
     return RegisteredVersion(version.name, str(version.version), version.tags.get("sha256", ""))
-
-
-def _few(numbers: list[int], most: int = 10) -> str:
-    return ", ".join(map(str, numbers[-most:])) if numbers else "none"

@@ -107,6 +107,8 @@ class Tracker(Store):
         Tags are replaced; parameters that exist keep their first value. Returns the MLflow run id and the address of
         its page ("" for a store without a server).
         """
+        from mlflow.entities import Param
+
         experiment_id = self._experiment(experiment)
         # searched by tag and not by name: names may be given twice, and a resumed flow knows no MLflow id yet
         found = self._client.search_runs([experiment_id], f"tags.`{RUN_KEY}` = '{key}'", max_results=1)
@@ -122,8 +124,11 @@ class Tracker(Store):
         if found:
             self._client.update_run(self.run_id, status="RUNNING")
             self.set_tags(tags)
-        # MLflow refuses another value for a parameter that it has
-        self._log_params({name: value for name, value in params.items() if name not in run.data.params})
+        # MLflow refuses another value for a parameter that it has, and takes 100 of them, of 6000 characters, in a call
+        new = [name for name in params if name not in run.data.params]
+        entries = [Param(metric_name(name), str(params[name])[:6000]) for name in new]
+        for start in range(0, len(entries), 100):
+            self._client.log_batch(self.run_id, params=entries[start : start + 100], synchronous=True)
         return self.run_id, self.page() if self.tracking_uri.startswith("http") else ""
 
     @translate_errors
@@ -150,14 +155,6 @@ class Tracker(Store):
             self._client.set_experiment_tag(known.experiment_id, VIEW_TAG, view)
         return str(known.experiment_id)
 
-    def _log_params(self, params: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        # MLflow takes 100 parameters of 6000 characters in a call
-        entries = [Param(metric_name(name), str(value)[:6000]) for name, value in params.items()]
-        for start in range(0, len(entries), 100):
-            self._client.log_batch(self.run_id, params=entries[start : start + 100], synchronous=True)
-
     @translate_errors
     def log_batch(self, points: Iterable[Point]) -> None:
         """Store metric points. After an outage a first part of them may be stored."""
@@ -167,13 +164,6 @@ class Tracker(Store):
         metrics = [Metric(metric_name(p.key), p.value, p.at_ms, p.step) for p in points]
         for start in range(0, len(metrics), BATCH):
             log_metrics(self._client, self.run_id, metrics[start : start + BATCH])
-
-    @translate_errors
-    def points(self) -> list[tuple[str, int]]:
-        """Return (metric, step) of every point that is stored for the run; twice what is stored twice."""
-        # the run has the newest value of each metric only; the history is one call for each
-        names = self._client.get_run(self.run_id).data.metrics
-        return [(name, point.step) for name in names for point in self._client.get_metric_history(self.run_id, name)]
 
     @translate_errors
     def set_status(self, status: Status) -> None:
@@ -309,9 +299,7 @@ class Tracker(Store):
         experiment = self._client.get_run(self.run_id).info.experiment_id
         return self._client.create_logged_model(experiment, name, self.run_id, dict(tags), model_type=kind)
 
-    def _finish(
-        self, model: LoggedModel, step: int, metrics: Mapping[str, float], points: Sequence[Point] = ()
-    ) -> None:
+    def _finish(self, model: LoggedModel, step: int, metrics: Mapping[str, float], points: Sequence[Point]) -> None:
         """Attach metrics and the run to a LoggedModel and set it READY, unless it is READY already.
 
         The run gets them, too; MLflow stores equal points once. Of a metric among the points, the point counts.

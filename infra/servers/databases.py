@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
 KINDS = ("postgresql", "mysql", "mssql")
@@ -50,14 +50,6 @@ def without_password(uri: str) -> str:
     return parts._replace(netloc=f"{parts.username}@{parts.netloc.rpartition('@')[2]}").geturl()
 
 
-def _passwords(uri: str) -> list[str]:
-    """Return what a URL has as passwords, as it stands there."""
-    found = [match[2] for match in _IN_QUERY.finditer(uri)]
-    if is_database_server(uri) and (match := _IN_AUTHORITY.match(uri)):
-        found.append(match[2])
-    return found
-
-
 def prefect_problem(url: str) -> str:
     """Return why Prefect's server cannot use a database, and what to do; "" if it can."""
     if urlsplit(url).scheme != "postgresql+asyncpg":
@@ -88,16 +80,15 @@ def _problem(url: str, connect: Callable[[], None], *, of: str) -> str:
     except Exception as error:  # each driver has errors of its own
         lines = str(error).splitlines() or [type(error).__name__]
         # a driver may repeat what it was given
-        said = _without(_passwords(url), lines[0])
+        passwords = [match[2] for match in _IN_QUERY.finditer(url)]
+        if is_database_server(url) and (match := _IN_AUTHORITY.match(url)):
+            passwords.append(match[2])
+        said = lines[0]
+        # as they stand in the URL, and as they are
+        for secret in filter(None, (*passwords, *map(unquote, passwords))):
+            said = said.replace(secret, "...")
         return f"{shown} cannot be used ({said}); start or make it, or correct its address, user or password"
     return ""
-
-
-def _without(passwords: Sequence[str], text: str) -> str:
-    """Return a text without passwords, as they stand in a URL and as they are."""
-    for secret in filter(None, (*passwords, *map(unquote, passwords))):
-        text = text.replace(secret, "...")
-    return text
 
 
 async def _connect_async(url: str) -> None:

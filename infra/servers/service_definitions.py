@@ -31,14 +31,10 @@ def _web_server(name: str) -> Callable[[Path, Sequence[int]], list[str]]:
     return lambda home, listener: [*words, str(home), *map(str, listener)]
 
 
-def _worker(home: Path, listener: Sequence[int]) -> list[str]:
-    return [sys.executable, "-m", "onward.flows.deploying.worker"]
-
-
 SERVICES: Mapping[str, Service] = {
     "prefect": Service(_web_server("prefect"), port=4200, health="/api/health"),
     "mlflow": Service(_web_server("mlflow"), port=5000, health="/health"),
-    "worker": Service(_worker, port=0, health="started!"),
+    "worker": Service(lambda *_: [sys.executable, "-m", "onward.flows.deploying.worker"], port=0, health="started!"),
 }
 
 CLIENT_SETTINGS: Mapping[str, str] = {

@@ -159,11 +159,20 @@ def _start_if_needed(home: Path, name: str) -> str:
             _refuse_other_database(home, name)
             return url
         if supervisor is None and not is_supervised(home, name):
-            if problem := _database_problem(name):
-                raise ServiceError(f"the {name} server is not started: {problem}")
-            supervisor = _start_supervisor(home, name)
+            if url := named_database(name):
+                problem = prefect_problem(url) if name == "prefect" else mlflow_problem(url)
+                if problem:
+                    raise ServiceError(f"the {name} server is not started: {problem}")
+            supervisor = subprocess.Popen(
+                [sys.executable, "-m", "onward.infra.servers.supervisor", str(home), name],
+                cwd=home,  # `-m` imports from the working directory first, so it must not be one of the user's
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # otherwise Ctrl-C in the terminal would stop the server too
+            )
         # it has ended with an error, and no other supervisor has taken over
-        if supervisor is not None and supervisor.poll() and not is_supervised(home, name):
+        if supervisor and supervisor.poll() and not is_supervised(home, name):
             break
         time.sleep(0.1)
     log = log_tail(home, name, 2000).strip()
@@ -175,13 +184,6 @@ def _start_if_needed(home: Path, name: str) -> str:
     raise ServiceError(f"the {name} server does not start (time limit {START_TIMEOUT_S:g} s); {why}")
 
 
-def _database_problem(name: str) -> str:
-    """Return why a server could not use the database that the environment names for it; "" if it could."""
-    if not (url := named_database(name)):
-        return ""
-    return prefect_problem(url) if name == "prefect" else mlflow_problem(url)
-
-
 def _refuse_other_database(home: Path, name: str) -> None:
     """Raise ServiceError if the environment names another database than that of a server that runs."""
     wanted = without_password(named_database(name))
@@ -191,17 +193,6 @@ def _refuse_other_database(home: Path, name: str) -> None:
             f"the environment names the database {wanted}, and the {name} server that runs here uses {used}: stop it "
             "with `onward down`, or change the environment"
         )
-
-
-def _start_supervisor(home: Path, name: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "onward.infra.servers.supervisor", str(home), name],
-        cwd=home,  # `-m` imports from the working directory first, so it must not be a directory of the user's
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # otherwise Ctrl-C in the terminal would stop the server too
-    )
 
 
 def _stop_supervisor(home: Path, name: str) -> None:

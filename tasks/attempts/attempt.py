@@ -69,8 +69,7 @@ class Attempt:
         try:
             yield
         except LaunchError as error:
-            now = now_ms()
-            self._write("user_error", str(error), detected_ms=now)
+            self._write("user_error", str(error))
             raise
         except OSError as error:
             storage = storage_error(error, self.run.root)
@@ -92,6 +91,9 @@ class Attempt:
         result = result_of(self.run, self.number)
         output = log_tail(self.run, self.number)
         error = None
+        disk = ""
+        silent: dict[str, str] = {}
+        # with a result the ranks have ended by themselves, and nothing has to be found out
         if result is None:
             with contextlib.suppress(OSError):  # of a full disk
                 # a hang first: its error record names the cause, where the others name consequences
@@ -101,10 +103,6 @@ class Attempt:
                         self.run, self.number, config.launch, output, oom_kills=oom_kills, advice=advice
                     )
             error = self.run.first_error(self.number)
-        disk = ""
-        silent: dict[str, str] = {}
-        # with a result the ranks have ended by themselves, and nothing has to be found out
-        if result is None:
             disk = storage_problem(self.run.root)
             silent = dict(outcome.lost_hosts)
             if outcome.reason not in ("stopped", "host_lost"):
@@ -217,7 +215,7 @@ class Attempt:
 
 def _silent_hosts(launch: LaunchConfig, error: RankError | None) -> dict[str, str]:
     """Return the hosts that do not answer, if a lost host may explain what the ranks say."""
-    explained = error is not None and not error.secondary and not error.cause.startswith(("SIG", "Hang"))
+    explained = error and not error.secondary and not error.cause.startswith(("SIG", "Hang"))
     if not launch.hostfile or explained:
         return {}
     return silent_hosts(list(read_hostfile(Path(launch.hostfile))))

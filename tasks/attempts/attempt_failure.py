@@ -36,13 +36,13 @@ def failure(run: RunDir, ending: AttemptEnding, described: str) -> OnwardError:
     described: how the job ended, from `Attempt.described`.
     """
     first = run.first_error(ending.attempt)
-    if first is not None:
+    if first:
         # `cause` is "ClassName: message", as the rank's exception hook has written it.
         kind, _, message = first.cause.partition(": ")
         where = f"rank {first.rank} on {first.host}, step {first.step}: "
         own = recorded_error(kind, message.splitlines(), where=where)
         # an error that a retry would repeat is raised as it is; where a retry follows, TrainingFailed asks for it
-        if own is not None and not ending.retry and not isinstance(own, TrainingFailed):
+        if own and not ending.retry and not isinstance(own, TrainingFailed):
             return own
     at = f"rank {first.rank} on {first.host}, step {first.step}: {first.cause}; {described}" if first else described
     # who has only lost another rank is not who failed, and the sentence says it
@@ -118,7 +118,7 @@ def write_error(
 
 def _sentence(ending: RankEnding, cause: Cause | None, advice: str, traceback: str, *, oom_kills: int) -> str:
     how = ending.signal or f"status {ending.status}"
-    if cause is not None:
+    if cause:
         # the class name first, if it decides about a retry
         decided = f"{cause.kind.__name__}: " if cause.kind is not TrainingFailed else ""
         return f"{decided}{how}: {cause.sentence}" + f". {advice}" * (cause.kind is OutOfMemory)

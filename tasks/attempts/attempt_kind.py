@@ -64,12 +64,12 @@ def classify(evidence: Evidence) -> EndingKind:
     error = evidence.error
     reason = evidence.outcome.reason
     name = evidence.error_class
-    if evidence.result is not None and evidence.result.status == "done":
+    if evidence.result and evidence.result.status == "done":
         return "done"
     # whatever else was noticed: the ranks ended because they were asked to
     if reason == "stopped":
         return "stopped"
-    if evidence.result is not None or reason == "out_of_time":
+    if evidence.result or reason == "out_of_time":
         return "preempted"  # ranks that saved and left although this flow has not asked for it
     # the kernel kills with SIGKILL; the counter of the host tells it from a person
     if name == "SIGKILL" and evidence.oom_kills:
@@ -112,15 +112,15 @@ def sentence_of(evidence: Evidence) -> str:
     """Return what happened in one line, for a person."""
     result = evidence.result
     error = evidence.error
-    if result is not None and result.status == "done":
+    if result and result.status == "done":
         return f"the run is done{f' before its last step: {result.ended_early}' if result.ended_early else ''}"
     if evidence.outcome.reason == "stopped":
         return "it was stopped as asked" if result else "it was stopped as asked, and did not save in time"
-    if result is not None and evidence.asked:
+    if result and evidence.asked:
         return f"{evidence.asked}, and the ranks saved first"
     if evidence.outcome.reason == "out_of_time":
         return f"{evidence.ending}; they saved first" if result else f"{evidence.ending}, and did not save in time"
-    if result is not None:
+    if result:
         return "a signal that this flow had not sent (SIGTERM or SIGUSR1) asked the ranks to end; they saved first"
     if evidence.hosts or evidence.disk:
         return evidence.hosts or evidence.disk

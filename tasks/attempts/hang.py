@@ -22,10 +22,10 @@ def record_hang(
     own, or that a signal ended first, is the cause in any other case. output: the end of the log.
     """
     dumps = {rank: _read(run, attempt, rank) for rank in range(world_size)}
-    errors = {rank: _error(run, attempt, rank) for rank in dumps}
+    errors = {rank: record_if_written(run.rank_error(attempt, rank), RankError) for rank in dumps}
     waited_in_vain = set()
     for rank, error in errors.items():
-        if error is not None and error.secondary and TIMED_OUT.search(error.cause):
+        if error and error.secondary and TIMED_OUT.search(error.cause):
             waited_in_vain.add(rank)
     by_watchdog = [found[1] for text in dumps.values() if (found := WATCHDOG.search(text))]
     # it was asked to end, whatever it did, or it waited for a host
@@ -36,16 +36,20 @@ def record_hang(
     if not (silent or timed_out or outcome.stopped_ranks):
         return False
     # a rank with an error of its own is the cause, and the others only waited for it
-    if any(error is not None and not error.secondary for error in errors.values()):
+    if any(error and not error.secondary for error in errors.values()):
         return False
     first = launcher_of(launch).read_ending(output).first_rank
-    if outcome.reason == "exited" and first is not None and first.signal:
+    if outcome.reason == "exited" and first and first.signal:
         # NCCL's watchdog aborts its rank when a collective has timed out
         gave_up = first.rank in waited_in_vain or (first.signal == "SIGABRT" and TIMED_OUT.search(output))
         if not gave_up:
             return False  # the signal is the cause, also if another rank was stopped at that time
     # what each rank did at the end: the one that does not wait in a collective is the suspect
-    stacks = {rank: _stack(text, errors[rank]) for rank, text in dumps.items()}
+    stacks = {}
+    for rank, text in dumps.items():
+        error = errors[rank]
+        # a rank that raised has ended by itself, and wrote its exception
+        stacks[rank] = parse_exception(error.traceback) if error else parse_stacks(text)
     write_durably(run.stacks(attempt), _all_stacks(stacks, dumps, errors).encode())
     hang = explain_hang(stacks, stopped=outcome.stopped_ranks)
     # in place of what it wrote itself, if anything: that it lost the others
@@ -56,21 +60,12 @@ def record_hang(
     return True
 
 
-def _stack(dump: str, error: RankError | None) -> RankStack:
-    # a rank that raised has ended by itself, and wrote its exception
-    return parse_exception(error.traceback) if error is not None else parse_stacks(dump)
-
-
 def _read(run: RunDir, attempt: int, rank: int) -> str:
     """Return what a rank wrote when it was ended; else what its own watchdog wrote."""
     for path in (run.stack(attempt, rank), run.traceback(attempt, rank)):
         if path.exists() and (text := path.read_text(errors="replace")):
             return text
     return ""
-
-
-def _error(run: RunDir, attempt: int, rank: int) -> RankError | None:
-    return record_if_written(run.rank_error(attempt, rank), RankError)
 
 
 def _all_stacks(stacks: dict[int, RankStack], dumps: dict[int, str], errors: dict[int, RankError | None]) -> str:
@@ -84,6 +79,6 @@ def _all_stacks(stacks: dict[int, RankStack], dumps: dict[int, str], errors: dic
     for rank, stack in stacks.items():
         error = errors[rank]
         where = f": {stack.place}" if stack.threads else ""
-        text = error.traceback if error is not None else dumps[rank]
+        text = error.traceback if error else dumps[rank]
         parts.append(f"== rank {rank}: {states[stack.state]}{where}\n{text}")
     return "\n".join(parts)

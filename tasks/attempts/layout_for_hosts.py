@@ -21,7 +21,7 @@ from onward.trainer.errors import ConfigError, RuntimeUnavailable, UnsupportedMo
 from onward.trainer.run.adjustments import Adjustments, fewer_replicas, with_adjustments
 from onward.trainer.run.allowed_code import AllowedCode
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import read_record, write_record
+from onward.trainer.run.records import read_record, record_if_written, write_record
 from onward.trainer.run.remote.local_copies import LocalCopies
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def use_hosts(run: RunDir, hosts: Mapping[str, int], *, lost: str) -> None:
 def _other_layout(run: RunDir, changes: Adjustments, slots: int, hostfile: Path) -> Adjustments | None:
     """Return changes for the layout that `auto` chooses for as many ranks as possible; None if it finds none."""
     config = read_config(run, "given")
-    copies = read_record(run.remote, LocalCopies) if run.remote.exists() else NONE
+    copies = record_if_written(run.remote, LocalCopies) or NONE
     code = read_record(run.code, AllowedCode).files if run.code.exists() else None
     for ranks in range(slots, max(0, slots - MOST_PLANS), -1):
         log.warning("one replica does not fit on the hosts that are left; looking for a layout of %d ranks", ranks)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onward.trainer.checkpoint.retention import list_checkpoints
+from onward.trainer.checkpoint.retention import list_checkpoints, step_in
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.run.adjustments import Adjustments, smaller_micro_batches, with_adjustments
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, endings
 from onward.trainer.run.outcomes.ending_kinds import ENDINGS
-from onward.trainer.run.records import read_record, write_record
+from onward.trainer.run.records import record_if_written, write_record
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 60.0
@@ -29,27 +29,17 @@ FIRST_STEPS = 2
 def newest_checkpoint(run: RunDir) -> int:
     """Return the step of the newest checkpoint by its name; 0 if there is none. Its bytes are not read."""
     found = list_checkpoints(run)
-    return int(found[-1].name.removeprefix("step-")) if found else 0
-
-
-def retry_number(earlier: Sequence[AttemptEnding], checkpoint: int) -> int:
-    """Return which retry without progress would follow an attempt that ended with this newest checkpoint."""
-    if not earlier or not earlier[-1].retry:
-        return 1
-    # a new checkpoint is progress, after which the retries are counted anew
-    has_progress = checkpoint > max(ending.checkpoint for ending in earlier)
-    return 1 if has_progress else earlier[-1].retry + 1
-
-
-def delay_before(retry: int) -> float:
-    """Return the pause before a retry: short, as most faults are over, and four times as long after each in vain."""
-    return min(FIRST_DELAY_S * 4.0 ** min(retry - 1, 20), LONGEST_DELAY_S)
+    return step_in(found[-1].name) if found else 0
 
 
 def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptEnding:
     """Return the record of an ending with the retry that follows it, if one does. May adjust the configuration."""
     earlier = endings(run)
-    retry = retry_number(earlier, ending.checkpoint)
+    # which retry without progress would follow: a new checkpoint is progress, after which they are counted anew
+    retry = 1
+    former = earlier[-1].retry if earlier else 0
+    if former and ending.checkpoint <= max(each.checkpoint for each in earlier):
+        retry = former + 1
     changed = ""
     if ending.kind == "out_of_memory" and config.launch.on_out_of_memory == "smaller" and config.launch.retries:
         # each size is tried once, so that this ends by itself
@@ -69,14 +59,15 @@ def plan_next(run: RunDir, ending: AttemptEnding, config: RunConfig) -> AttemptE
     # last, because some kinds set the number themselves
     if retry > config.launch.retries:
         retry = 0
-    delay_s = delay_before(retry) if retry else 0.0
+    # short, as most faults are over, and four times as long after each in vain
+    delay_s = min(FIRST_DELAY_S * 4.0 ** min(retry - 1, 20), LONGEST_DELAY_S) if retry else 0.0
     ending = ending.model_copy(update={"retry": retry, "delay_s": delay_s})
     return ending.model_copy(update={"action": f"{changed}{what_follows(ending, config.launch)}"})
 
 
 def adjustments(run: RunDir) -> Adjustments:
     """Return what was changed of the run's configuration so far."""
-    return read_record(run.adjusted, Adjustments) if run.adjusted.exists() else Adjustments()
+    return record_if_written(run.adjusted, Adjustments) or Adjustments()
 
 
 def _adjust(run: RunDir, changes: Adjustments | None, *, rows: int) -> str:

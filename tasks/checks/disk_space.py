@@ -14,7 +14,7 @@ import math
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.quantities import mb
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.home import nearest_existing
 from onward.trainer.run.records import Needs
 
 OTHER_FILES = 100
@@ -57,9 +58,9 @@ def shares(run: RunDir, config: RunConfig, needs: Needs, *, tracking_uri: str) -
     # MLflow packs a copy of the file in TMPDIR before it takes it
     yield Share("the exported file while it is packed", Path(tempfile.gettempdir()), needs.model_bytes)
     if database := database_of(tracking_uri):
-        yield Share("the exported file in MLflow", _existing(database.parent), needs.model_bytes)
+        yield Share("the exported file in MLflow", nearest_existing(database.parent), needs.model_bytes)
     if config.export.path and not url_of(config.export.path):
-        place = _existing(Path(config.export.path).parent)
+        place = nearest_existing(Path(config.export.path).parent)
         yield Share("the exported file at export.path", place, needs.model_bytes)
 
 
@@ -82,30 +83,20 @@ def space_problems(found: Iterable[Share]) -> Iterator[str]:
     for share in found:
         by_device[share.path.stat().st_dev].append(share)
     for on_it in by_device.values():
-        place = os.statvfs(on_it[0].path)
-        yield from _problems(
-            on_it, free=place.f_bavail * place.f_frsize, inodes=place.f_favail if place.f_files else None
-        )
-
-
-def _problems(found: Sequence[Share], *, free: int, inodes: int | None) -> Iterator[str]:
-    """Judge the shares of one file system. inodes: those that are free; None = it has no such limit."""
-    where = found[0].path
-    needed = sum(share.bytes for share in found)
-    files = sum(share.files for share in found)
-    if free < needed:
-        listed = ", ".join(f"{share.what} {mb(share.bytes)}" for share in found if share.bytes)
-        yield (
-            f"{mb(free)} of disk are free on the file system of {where}, but the run needs at least {mb(needed)} "
-            f"there: {listed}; make room, lower checkpoint.keep_newest, or set ONWARD_HOME to a directory on a larger "
-            "disk"
-        )
-    if inodes is not None and inodes < files:
-        yield (
-            f"{inodes} inodes are free on the file system of {where}, but the run writes about {files} files there; "
-            "delete files, or set ONWARD_HOME to a directory on another file system"
-        )
-
-
-def _existing(directory: Path) -> Path:
-    return next(each for each in (directory, *directory.parents) if each.exists())
+        where = on_it[0].path
+        place = os.statvfs(where)
+        free = place.f_bavail * place.f_frsize
+        needed = sum(share.bytes for share in on_it)
+        files = sum(share.files for share in on_it)
+        if free < needed:
+            listed = ", ".join(f"{share.what} {mb(share.bytes)}" for share in on_it if share.bytes)
+            yield (
+                f"{mb(free)} of disk are free on the file system of {where}, but the run needs at least {mb(needed)} "
+                f"there: {listed}; make room, lower checkpoint.keep_newest, or set ONWARD_HOME to a directory on a "
+                "larger disk"
+            )
+        if place.f_files and place.f_favail < files:  # without f_files it has no such limit
+            yield (
+                f"{place.f_favail} inodes are free on the file system of {where}, but the run writes about {files} "
+                "files there; delete files, or set ONWARD_HOME to a directory on another file system"
+            )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from onward.infra.job.hosts import BUT, Answer, ask_programs, read_hostfile
@@ -24,7 +24,7 @@ from onward.trainer.config.rules import Sections
 from onward.trainer.config.sections.ranks import LaunchConfig
 from onward.trainer.config.sections.results import CheckpointConfig
 from onward.trainer.config.urls import url_of
-from onward.trainer.run.directory import onward_home
+from onward.trainer.run.home import nearest_existing, onward_home
 from onward.trainer.run.machine.host_report import LAUNCHER, LINE, SOURCE, HostQuestion, HostReport, network_of
 from onward.trainer.run.records import Record
 
@@ -77,7 +77,7 @@ class HostTable(Record):
         return tuple(host for host, report in self._reports().items() if report.has_own_home)
 
     def _reports(self) -> dict[str, HostReport]:
-        return {row.host: row.report for row in self.rows if row.report is not None}
+        return {row.host: row.report for row in self.rows if row.report}
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -158,9 +158,8 @@ def host_problems(sections: Sections) -> tuple[str, ...]:
     # an unreadable hostfile is reported elsewhere
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if isinstance(launch, LaunchConfig) and launch.hostfile and not url_of(launch.hostfile):
-            home = onward_home()
             # before the first run there is no home yet, and its nearest parent stands for it
-            folder = next(each for each in (home, *home.parents) if each.exists())
+            folder = nearest_existing(onward_home())
             checkpoint = sections.get("checkpoint")
             has_store = isinstance(checkpoint, CheckpointConfig) and bool(checkpoint.store)
             return ask_hosts(launch, folder, files_of_ranks(sections), has_store=has_store).problems
@@ -208,7 +207,7 @@ def _row(host: str, answer: Answer) -> HostRow:
 
 
 def _different_versions(reports: Mapping[str, HostReport]) -> Iterator[str]:
-    for name in _names(reports.values()):
+    for name in dict.fromkeys(name for report in reports.values() for name in report.versions):
         hosts: dict[str, list[str]] = {}
         for host, report in reports.items():
             # that its daemon is missing is said already
@@ -218,7 +217,3 @@ def _different_versions(reports: Mapping[str, HostReport]) -> Iterator[str]:
             found = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
             fix = "update all hosts to one version" if name == SOURCE else "install the same one on all hosts"
             yield f"the hosts have different versions of {name}: {found}; {fix}"
-
-
-def _names(reports: Iterable[HostReport]) -> list[str]:
-    return list(dict.fromkeys(name for report in reports for name in report.versions))

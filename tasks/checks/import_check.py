@@ -20,7 +20,7 @@ from onward.trainer.diagnostics.config_check import converter_problem
 from onward.trainer.errors import OnwardError, Refused
 from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.onnx_graph.named_cuts import unknown_cuts
-from onward.trainer.run.allowed_code import AllowedCode, code_digests
+from onward.trainer.run.allowed_code import AllowedCode
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.recorded.tried_import import ToImport, TriedImport
 from onward.trainer.run.records import read_record, write_record
@@ -29,12 +29,12 @@ LIMIT_S = 120.0
 """Longest time of the process."""
 
 
-def import_problems(sections: Sections, code: Mapping[str, str] | None = None) -> list[str]:
+def import_problems(sections: Sections, code: Mapping[str, str]) -> list[str]:
     """Return a sentence for each converter that does not run, and each cut that is no tensor of the imported graph.
 
     sections: with local copies in the place of URLs; sections that could not be read may be missing. code: path ->
-    SHA-256 of the Python files that may be executed; None = those of the sections, as they are now. What
-    `check_local_files` reports (absent files, syntax errors, names that no import makes) is not reported here.
+    SHA-256 of the Python files that may be executed. What `check_local_files` reports (absent files, syntax errors,
+    names that no import makes) is not reported here.
     """
     model = sections.get("model")
     parallel = sections.get("parallel")
@@ -50,8 +50,7 @@ def import_problems(sections: Sections, code: Mapping[str, str] | None = None) -
             config = "" if whole.quantize.aware else whole.model_dump_json()
     if not converters and not config:
         return []
-    permitted = code_digests(sections) if code is None else code
-    return list(_tried(converters, tuple(permitted.items()), config))
+    return list(_tried(converters, tuple(code.items()), config))
 
 
 def _is_asked(model: ModelConfig, parallel: ParallelConfig) -> bool:

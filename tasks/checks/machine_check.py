@@ -31,6 +31,7 @@ from onward.trainer.errors import Refused
 from onward.trainer.extras import how_to_install
 from onward.trainer.quantities import mb
 from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.home import nearest_existing
 from onward.trainer.run.machine.this_machine import free_host_memory, missing_compiler, most_gpus, usable_cores
 from onward.trainer.run.outcomes.storage import broken_storage
 from onward.trainer.run.records import Needs
@@ -59,7 +60,7 @@ def machine_problems(sections: Sections, *, resumed: bool = False) -> list[str]:
     graph = sections.get("graph")
     # the compiler of this host says nothing about those of other hosts
     runs_here = not (launch and launch.hostfile)
-    compiles = graph is not None and graph.compiles
+    compiles = graph and graph.compiles
     if compiles and runs_here and (missing := missing_compiler()):
         problems.append(missing)
     if data := sections.get("data"):
@@ -178,8 +179,8 @@ def _space_problems(config: RunConfig) -> Iterator[str]:
         parallel = config.parallel
         needs = Needs(rank_bytes=size, checkpoint_bytes=0, model_bytes=size)  # LoRA saves less than the model
         # the home may not exist yet; its disk is that of the nearest directory that does
-        home = next(each for each in (onward_home(), *onward_home().parents) if each.exists())
-        yield from space_problems(shares(RunDir(home), config, needs, tracking_uri=store_of(config.monitor)))
+        home = RunDir(nearest_existing(onward_home()))
+        yield from space_problems(shares(home, config, needs, tracking_uri=store_of(config.monitor)))
         # ZeRO stage 3 also divides the weights among replicas, or among those of one shard group
         divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
         ranks = num_ranks(parallel, config.launch)

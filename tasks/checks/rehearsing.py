@@ -163,7 +163,7 @@ class Preparation:
                 yield ahead.folder
                 return
             if command != "quantize":
-                if self.quantized is not None and self.quantized.is_dir():
+                if self.quantized and self.quantized.is_dir():
                     shutil.copytree(self.quantized, RunDir(folder).quantized)
                 elif self.config.quantize.aware:
                     _run("quantize", folder)
@@ -200,7 +200,7 @@ def _run(command: str, folder: Path, progress: TextIO | None = None) -> None:
     """Run one command of the trainer on the configuration in `folder`. Raises its error, or RuntimeUnavailable."""
     process_log = folder / "process.log"
     process = start_module("onward.trainer", command, str(folder), folder=folder, log=process_log)
-    if progress is not None:
+    if progress:
         _show_progress(process, process_log, progress)
     _check(command, folder, how_it_ended(process, process_log))
 

@@ -52,7 +52,7 @@ CHECKPOINT_S = 120.0
 
 def note_own_homes(run: RunDir, hosts: tuple[str, ...]) -> None:
     """Add hosts to those that have a home of their own."""
-    known = read_record(run.networks, Networks) if run.networks.exists() else Networks(networks=())
+    known = record_if_written(run.networks, Networks) or Networks(networks=())
     if added := set(hosts) - set(known.own_homes):
         write_record(run.networks, known.model_copy(update={"own_homes": tuple(sorted({*known.own_homes, *added}))}))
 
@@ -167,13 +167,12 @@ def _sent_shards(run: RunDir, stored: StoredRun, manifest: ShardManifest) -> str
     """Return where the files of the shards are in the store, after sending those that are not there."""
     # by content: another machine may have made other bytes of the same data
     place = f"shards/{manifest.key}-{manifest.digest[:SHOWN]}"
-    files = (*manifest.train, *manifest.evaluation, *manifest.test)
     # the manifest is sent last: behind it all files are there
     if not stored.files.has(f"{place}/{MANIFEST}"):
-        size = shown_size(sum(file.bytes for file in files))
+        size = shown_size(sum(file.bytes for file in manifest.all_files))
         log.info("the shards (%s) are sent to %s, for hosts with a home of their own", size, stored.files.shown)
         there = stored.files.names(f"{place}/")
-        for file in files:
+        for file in manifest.all_files:
             if there.get(f"{place}/{file.name}") != file.bytes:
                 stored.files.put(f"{place}/{file.name}", run.shards / file.name)
         stored.files.put(f"{place}/{MANIFEST}", run.shards / MANIFEST)
@@ -185,8 +184,7 @@ def _newest(run: RunDir, stored: StoredRun, sending: Sending) -> tuple[StoredChe
 
     Two, so that a damaged one may be passed over on all ranks.
     """
-    here = {path: step_in(path.name) for path in list_checkpoints(run)}
-    step = max(here.values(), default=0)
+    step = max((step_in(path.name) for path in list_checkpoints(run)), default=0)
     deadline = time.monotonic() + CHECKPOINT_S
     pause = threading.Event()
     while True:

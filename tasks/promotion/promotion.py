@@ -55,9 +55,9 @@ def promote(run: RunDir, exported: ExportedModel, *, approved: bool | None = Non
     config = read_config(run)
     identity = read_record(run.identity, RunIdentity)
     known = exported.promotion
-    is_decided = known is not None and known.status != "waiting"
+    is_decided = known and known.status != "waiting"
     # it is decided that somebody has to agree, and nobody has answered yet
-    is_unanswered = known is not None and approved is None
+    is_unanswered = known and approved is None
     if not config.export.alias or is_decided or is_unanswered:
         return exported
     registry = Registry(identity.tracking_uri)

@@ -65,7 +65,7 @@ class MedianRule:
 
     def poll(self) -> None:
         """Let the job save and stop if the trial is pruned. Again at every call: the job may not have begun."""
-        if self._sweep is not None and self._run.pruned.exists():
+        if self._sweep and self._run.pruned.exists():
             stop_running(self._run.root)
 
 

@@ -24,7 +24,7 @@ class EndingReports:
         self._due = Periodic(PERIOD_S)
         self._shown = 0
 
-    def new_tags(self, *, now: bool = False) -> Mapping[str, str]:
+    def new_tags(self, *, now: bool) -> Mapping[str, str]:
         """Show attempts that have ended since the last call, and return their MLflow tags; {} if there are none.
 
         Looks every PERIOD_S, or `now`.
@@ -34,7 +34,7 @@ class EndingReports:
         # before the calls: an outage must not show the same table again and again
         self._shown = len(found)
         # A direct call of the task's function has no task run, and so no page; an error of Prefect ends nothing.
-        if TaskRunContext.get() is not None and prefect_answers():
+        if TaskRunContext.get() and prefect_answers():
             with contextlib.suppress(Exception):
                 create_table_artifact(
                     [row_of(ending) for ending in found], key="attempts", description="How each attempt ended, and why"

@@ -76,10 +76,7 @@ def only_of_file(measured: Mapping[str, float], sent: Iterable[Point], *, averag
     return {
         f"exported/{name}": value
         for name, value in measured.items()
-        if not _same(value, known.get(metric_name(name.replace("evaluation/", prefix, 1)), math.nan))
+        if not math.isclose(
+            value, known.get(metric_name(name.replace("evaluation/", prefix, 1)), math.nan), rel_tol=SAME, abs_tol=SAME
+        )
     }
-
-
-def _same(a: float, b: float) -> bool:
-    # equal infinities have no difference that could be compared
-    return a == b or abs(a - b) <= SAME * max(1.0, abs(b))

@@ -50,7 +50,7 @@ class Outage:
             # each try may block until its timeout, and the task has other work
             self._retry_at = time.monotonic() + PERIOD_S
         else:
-            if self.error is not None and self._ends:
+            if self.error and self._ends:
                 self._log.info(self._ends)
             self.error = None
 

@@ -23,7 +23,7 @@ from onward.trainer.config.urls import is_registered, url_of
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.recorded.sweep_records import membership
-from onward.trainer.run.records import ExportedModel, RunIdentity, read_record
+from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, record_if_written
 from onward.trainer.run.remote.local_copies import LocalCopies
 
 THAT_MATTER = (
@@ -150,8 +150,8 @@ def trained_from(run: RunDir, model: ModelConfig) -> str:
 
 def data_digests(run: RunDir) -> dict[str, str]:
     """Return split -> digest of its rows; {} without shards."""
-    manifest = run.shards / "manifest.json"
-    return digests_of(read_record(manifest, ShardManifest)) if manifest.exists() else {}
+    manifest = record_if_written(run.shards / "manifest.json", ShardManifest)
+    return digests_of(manifest) if manifest else {}
 
 
 def digests_of(manifest: ShardManifest) -> dict[str, str]:

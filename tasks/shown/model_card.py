@@ -63,11 +63,13 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
     manifest = record_if_written(shards, ShardManifest)
     record = next((file for file in exported.preprocessing if file.name == "preprocessing.json"), None)
     recipe = read_record(record, Preprocessing) if record else None
+    # the parameters of the run's page in MLflow, without those that say nothing about the weights
+    settings = {key: value for key, value in parameters(config).items() if not key.startswith(NOT_SHOWN)}
     sections: dict[str, Iterable[str]] = {
         "Model": _model(run, config.model, config.exports_average, exported, identity),
         "Data": _data(run, config.data, manifest, recipe),
         "Results": _results(config.promote_metric, exported, manifest),
-        "Training": _training(parameters(config)),
+        "Training": table(("setting", "value"), [(f"`{key}`", _place(value)) for key, value in settings.items()]),
         "Preprocessing": _preprocessing(recipe, exported),
         "Predict": _predict(exported),
         "Limits": _limits(config.export, exported, manifest),
@@ -76,24 +78,16 @@ def model_card(run: RunDir, exported: ExportedModel) -> str:
     }
     # the header is YAML; the licence is a comment, because only the publisher can choose it
     lines = ["---", "library_name: onnx", "tags:", "- onnx", "- onward", "# license: apache-2.0", "---", ""]
+    origin = _place(trained_from(run, config.model))
     lines += [
         f"# {code(identity.name if identity else config.name)}",
         "",
-        *_opening(run, config.model, config.data, exported),
+        f"An ONNX file trained by Onward from {origin} on {_place(config.data.source)}, exported at step "
+        f"{exported.step}.",
     ]
     for heading, content in sections.items():
         lines += ["", f"## {heading}", "", *content]
     return "\n".join(lines) + "\n"
-
-
-def _opening(run: RunDir, model: ModelConfig, data: DataConfig, exported: ExportedModel) -> list[str]:
-    origin = _origin(run, model)
-    source = _place(data.source)
-    return [f"An ONNX file trained by Onward from {origin} on {source}, exported at step {exported.step}."]
-
-
-def _origin(run: RunDir, model: ModelConfig) -> str:
-    return _place(trained_from(run, model))
 
 
 def _place(path: str) -> str:
@@ -105,7 +99,7 @@ def _model(
     run: RunDir, model: ModelConfig, exports_average: bool, exported: ExportedModel, identity: RunIdentity | None
 ) -> list[str]:
     trained = record_if_written(run.train, TrainResult)
-    facts = {"SHA-256": f"`{exported.sha256}`", "trained from": _origin(run, model)}
+    facts = {"SHA-256": f"`{exported.sha256}`", "trained from": _place(trained_from(run, model))}
     if identity and identity.model_sha256:
         facts["SHA-256 of that file"] = f"`{identity.model_sha256}`"
     facts["step of the weights"] = f"{exported.step}"
@@ -171,12 +165,6 @@ def _results(promote_metric: str, exported: ExportedModel, manifest: ShardManife
 
 def _metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{code(name.removeprefix('evaluation/'))} {value:.4g}" for name, value in metrics.items())
-
-
-def _training(settings: Mapping[str, str]) -> list[str]:
-    # the parameters of the run's page in MLflow, without those that say nothing about the weights
-    shown = {key: value for key, value in settings.items() if not key.startswith(NOT_SHOWN)}
-    return table(("setting", "value"), [(f"`{key}`", _place(value)) for key, value in shown.items()])
 
 
 def _preprocessing(recipe: Preprocessing | None, exported: ExportedModel) -> list[str]:

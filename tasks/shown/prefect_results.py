@@ -27,10 +27,13 @@ def show_result(run: RunDir, exported: ExportedModel, result: TrainResult) -> No
     """Show the result as a table. Outside of a flow run it does nothing."""
     with contextlib.suppress(Exception):
         if runtime.flow_run.get_id() and prefect_answers():
+            version = f"version {exported.version} of `{exported.registered_as}`: " if exported.version else ""
+            decision = f"\n\n{exported.promotion.reason}" if exported.promotion else ""
+            page = read_record(run.identity, RunIdentity).mlflow_url
             create_table_artifact(
                 result_rows(exported, result, first=read_config(run).promote_metric),
                 key="result",
-                description=_about(run, exported),
+                description=f"{version}`{exported.path}`{decision}" + (f"\n\n[In MLflow]({page})" if page else ""),
             )
 
 
@@ -61,13 +64,6 @@ def metric_rows(exported: ExportedModel, first: str) -> list[dict[str, str]]:
         for name in names
     ]
     return rows + [{"what": name, "before": "", "after": _rounded(value)} for name, value in exported.test.items()]
-
-
-def _about(run: RunDir, exported: ExportedModel) -> str:
-    version = f"version {exported.version} of `{exported.registered_as}`: " if exported.version else ""
-    decision = f"\n\n{exported.promotion.reason}" if exported.promotion else ""
-    page = read_record(run.identity, RunIdentity).mlflow_url
-    return f"{version}`{exported.path}`{decision}" + (f"\n\n[In MLflow]({page})" if page else "")
 
 
 def _rounded(value: float | None) -> str:

@@ -100,9 +100,7 @@ class Progress:
         return list(itertools.chain.from_iterable(series.values for series in parts if series))
 
     def _summed_costs(self) -> dict[str, float]:
-        costs = {}
-        for name in COSTS:
-            costs[name] = [value for value in self._all(name) if value]
+        costs = {name: list(filter(None, self._all(name))) for name in COSTS}
         summed = {name: statistics.median(values) for name, values in costs.items() if values}
         # of memory the peak matters, and not the median
         if costs["memory_bytes"]:

@@ -14,7 +14,6 @@ so that a slow network sends some checkpoints completely rather than parts of al
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
 import socket
@@ -33,7 +32,7 @@ from onward.trainer.checkpoint.retention import announced
 from onward.trainer.errors import ConfigError, Fenced, RecordError, RuntimeUnavailable, Stopped
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.machine.priority import lower_priority
-from onward.trainer.run.records import CheckpointInfo, record_if_written
+from onward.trainer.run.records import CheckpointInfo, record_if_written, utc_now
 from onward.trainer.run.remote.object_store import AWAY
 from onward.trainer.run.remote.stored_run import Sender, Sending, StoredRun, record_in
 
@@ -56,7 +55,7 @@ def begin_sending(run: RunDir, store: str, log: Log) -> None:
     if not store:
         return
     known = record_if_written(record_in(run), Sending)
-    sender = Sender(token=uuid.uuid4().hex, host=socket.gethostname(), began_at=_now())
+    sender = Sender(token=uuid.uuid4().hex, host=socket.gethostname(), began_at=utc_now())
     sending = known or Sending(url=f"{store}/{run.root.name}", number=1, sender=sender)
     sending = sending.model_copy(update={"ended": False})
     stored = StoredRun(sending.url)
@@ -182,7 +181,7 @@ class RunSender:
             return False
         with self._outage.noticed():
             # after each the list may be another one; the newest first, because a resume goes on from it
-            while (info := self._newest_to_send()) is not None:
+            while info := self._newest_to_send():
                 self.held = frozenset({info.path})
                 # a run that is resumed from it does not repeat the events before it
                 self._transfer.send_records()
@@ -205,7 +204,3 @@ def send_rest(run: RunDir, log: Log) -> None:
     with RunSender(run, log, ends=True) as sender:
         sender.offer(announced(run))
         sender.finish()
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

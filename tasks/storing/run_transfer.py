@@ -156,7 +156,7 @@ class Transfer:
     def _connected(self) -> StoredState:
         """Return what counts of the run; the first time it is read, and what a killed flow has left is deleted."""
         self._refuse_abandoned()
-        if self._state is not None:
+        if self._state:
             return self._state
         # a lock of an open file, so that two threads of one process exclude each other, too
         self._lock = self._lock or (self._run.root / LOCK).open("ab")
@@ -169,7 +169,13 @@ class Transfer:
         found = self._stored.state(self._sending.number) or empty
         # the former machine may have had another name and directory for the run
         self._state = found.model_copy(update={"name": name, "directory": empty.directory, "ended": False})
-        self._remove_unfinished(self._state)
+        # what this machine has begun to send and will not go on with
+        own = f"{self._sending.number:06d}"
+        wanted = {each.key for each in found.checkpoints}
+        # what is announced is sent next, and of its files those that have arrived are not sent again
+        wanted |= {checkpoint_key(self._sending.number, info.path.name, info.digest) for info in announced(self._run)}
+        names = self._files.names(f"{own}/checkpoints/")
+        self._files.remove(sorted(name for name in names if name.rpartition("/")[0] not in wanted))
         return self._state
 
     def _refuse_abandoned(self) -> None:
@@ -178,17 +184,8 @@ class Transfer:
 
     def close(self) -> None:
         """Let another sender begin."""
-        if self._lock is not None:
+        if self._lock:
             self._lock.close()
-
-    def _remove_unfinished(self, state: StoredState) -> None:
-        """Delete what this machine has begun to send and will not go on with."""
-        own = f"{self._sending.number:06d}"
-        wanted = {each.key for each in state.checkpoints}
-        # what is announced is sent next, and of its files those that have arrived are not sent again
-        wanted |= {checkpoint_key(self._sending.number, info.path.name, info.digest) for info in announced(self._run)}
-        names = self._files.names(f"{own}/checkpoints/")
-        self._files.remove(sorted(name for name in names if name.rpartition("/")[0] not in wanted))
 
     def _replace(self, state: StoredState) -> None:
         """Write the state if it is new, see that it counts, and delete what it names no more."""

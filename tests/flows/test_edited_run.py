@@ -17,6 +17,7 @@ from onward.infra.mlflow.tracking import Tracker
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import RunIdentity, read_record
+from tests.support.stores import points_of
 from tests.support.workshop import Workshop, reached, until
 
 WORDS = ("config.toml", "parallel.data=1", "monitor.report=true", "train.num_steps=200")
@@ -73,7 +74,7 @@ def test_a_run_whose_records_were_edited_says_what_was_changed_and_goes_on(works
     page = run.report.read_text()
     assert "accepted at step" in page
     assert "damaged line" in page
-    found = Counter(Tracker(identity.tracking_uri, identity.mlflow_run_id).points())
+    found = Counter(points_of(Tracker(identity.tracking_uri, identity.mlflow_run_id)))
     assert set(found.values()) == {1}, "no point twice"
     assert workshop.onward("verify", identity.name)["problems"] == []
 

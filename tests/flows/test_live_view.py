@@ -66,7 +66,8 @@ def facts_of(run: RunDir) -> LiveFacts:
 def test_the_view_fits_into_60_80_and_120_columns_and_shows_all_facts(columns: int, tmp_path: Path) -> None:
     run, terminal = RunDir(tmp_path), Terminal(columns)
     training(run, more=NEW)
-    with live_view(run, name="digits-14", stream=terminal.stream, tick_s=0.01):
+    with live_view(stream=terminal.stream, tick_s=0.01) as view:
+        view.attach(run, "digits-14")
         terminal.wait_for("checkpoint  step 40")
         shown = terminal.screen
     assert max(map(len, shown.splitlines())) <= columns
@@ -159,7 +160,8 @@ def test_what_is_printed_and_logged_meanwhile_is_above_the_view_with_its_words_w
     path = "/a/" + "long/" * 20 + "path"
     before, sys.stderr = sys.stderr, terminal.stream
     try:
-        with live_view(run, name="digits-14", tick_s=0.01):
+        with live_view(tick_s=0.01) as view:
+            view.attach(run, "digits-14")
             terminal.wait_for("checkpoint  step 40")
             log.warning("the shards are in %s", path)
             print("onward: printed", file=sys.stderr)

@@ -184,7 +184,7 @@ def test_the_first_ctrl_c_says_what_follows_and_the_second_that_it_stops_at_once
 ) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with acknowledged_interrupt(20.0):
+        with acknowledged_interrupt(20.0, say=lambda text: print(text, file=sys.stderr)):
             for said in ("save a checkpoint, for which they have 20 s and two steps; Ctrl-C again", "at once, without"):
                 with pytest.raises(KeyboardInterrupt):
                     signal.raise_signal(signal.SIGINT)

@@ -328,7 +328,7 @@ def test_from_start_lets_only_the_trial_begin_again_that_has_not_ended(
     runs = [trial.run for trial in made_.trials()]
     for run in runs:
         run.checkpoint(20).mkdir(parents=True)  # without its files
-    monkeypatch.setattr("onward.flows.sweeps.sweep_api._run_sweep", lambda sweep: sweep)
+    monkeypatch.setattr("onward.flows.sweeps.sweep_api._run_sweep", lambda sweep: sweep.root.name)
     assert onward.resume_sweep(made_.root.name, from_start=True) == made_.root.name
     assert [[path.name for path in run.checkpoints.iterdir()] for run in runs] == [
         ["step-000000020"],

@@ -12,6 +12,7 @@ from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import AttemptResult, ExportedModel, RunIdentity, read_record
 from tests.soak.account import Result
+from tests.support.stores import points_of as stored_points
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -48,7 +49,7 @@ def result_of(run: RunDir, *, undisturbed: Points, steps_made: int = 0, elapsed_
 def points_of(run: RunDir) -> Points:
     """Return how often each metric has a value for a step in MLflow, but for metrics that follow the clock."""
     identity = read_record(run.identity, RunIdentity)
-    points = Tracker(identity.tracking_uri, identity.mlflow_run_id).points()
+    points = stored_points(Tracker(identity.tracking_uri, identity.mlflow_run_id))
     return collections.Counter(point for point in points if not point[0].startswith(BY_THE_CLOCK))
 
 

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
+def points_of(tracker: Tracker) -> list[tuple[str, int]]:
+    """Return (metric, step) of every point that is stored for a run; twice what is stored twice."""
+    # the run has the newest value of each metric only; the history is one call for each
+    runs = client(tracker)
+    names = runs.get_run(tracker.run_id).data.metrics
+    return [(name, point.step) for name in names for point in runs.get_metric_history(tracker.run_id, name)]
+
+
 @functools.cache
 def tracking_store() -> str:
     """The URI of a SQLite store that all tests of this process share."""

@@ -51,7 +51,7 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.history import RunHistory
 from onward.trainer.run.outcomes.attempt_endings import AttemptEnding, EndingKind
 from onward.trainer.run.records import AttemptResult, MetricsSummary, Record, RunIdentity, read_record, write_record
-from tests.support.stores import client, free_port, new_run, new_store, points
+from tests.support.stores import client, free_port, new_run, new_store, points, points_of
 
 
 def make_run(root: Path, tracker: Tracker) -> RunDir:
@@ -324,7 +324,7 @@ def test_a_run_directory_that_was_put_back_from_a_copy_sends_no_point_twice(tmp_
             (run.root / gone).unlink()
     attempt(run, first=5, last=10, status="done")
     Shipper(run, tracker).ship()
-    found = Counter(tracker.points())
+    found = Counter(points_of(tracker))
     assert {step for key, step in found if key == "train/loss"} == set(range(1, 11))
     assert set(found.values()) == {1}
 

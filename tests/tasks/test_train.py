@@ -304,7 +304,7 @@ def test_without_mpirun_it_raises_runtime_unavailable(
 
 def test_a_second_job_in_the_same_run_is_refused(run: RunDir, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks("waits")
-    monkeypatch.setattr(job.wait_until_free, "__defaults__", (0.2,))
+    monkeypatch.setattr(job, "FREE_S", 0.2)
     with ThreadPoolExecutor() as threads:
         first = threads.submit(train.fn, run)
         _until_moving(run)

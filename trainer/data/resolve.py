@@ -26,7 +26,7 @@ from onward.trainer.data.text.byte_counts import counts_bytes, metrics_from_data
 from onward.trainer.data.text.text_columns import text_columns
 from onward.trainer.errors import ConfigError
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.records import Record, read_record, write_record
+from onward.trainer.run.records import Record, read_record, record_if_written, write_record
 
 
 class ResolvedSettings(Record):
@@ -92,7 +92,7 @@ def resolved_for(run: RunDir, config: RunConfig, splits: Sequence[Split]) -> dic
     if not depends_on_data(config.data, config.losses, config.metrics):
         return dict.fromkeys(splits, config)
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
-    settings = read_record(run.resolved, ResolvedSettings) if run.resolved.exists() else None
+    settings = record_if_written(run.resolved, ResolvedSettings)
     # absent or stale: the same numbers are computed here, for the asked splits
     if settings is None or settings.made_from != _digest(config.model_dump_json(), manifest):
         settings = _resolved(run, config, manifest, splits)

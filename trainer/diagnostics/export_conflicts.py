@@ -12,6 +12,7 @@ from onward.trainer.errors import Refused, UnsupportedModel
 from onward.trainer.onnx_graph.files.index import locations
 from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.run.directory import onward_home
+from onward.trainer.run.home import nearest_existing
 from onward.trainer.run.recorded.exported_files import not_ours
 from onward.trainer.run.remote.stores import refuse_unwritable
 
@@ -118,5 +119,5 @@ def _same(one: Path, other: Path) -> bool:
 def is_writable(directory: Path) -> bool:
     """Return whether files can be written there, or the directory can be made."""
     # missing directories are made by the export, below the nearest that exists
-    nearest = next(parent for parent in (directory, *directory.parents) if parent.exists())
+    nearest = nearest_existing(directory)
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

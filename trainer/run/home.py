@@ -23,6 +23,11 @@ def onward_home() -> Path:
     return Path(home).expanduser().resolve()
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or the nearest directory above it that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
 def download_cache() -> Path:
     """Return the directory of local copies of remote files; it may be deleted while no run uses it."""
     return onward_home() / "downloads"

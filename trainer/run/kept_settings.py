@@ -7,7 +7,6 @@ of [stop] are free, because a resume may change them. Runs of earlier versions h
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, RecordError
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.recorded.sweep_records import membership
-from onward.trainer.run.records import Record, read_record, write_record
+from onward.trainer.run.records import Record, read_record, utc_now, write_record
 
 
 class AcceptedChange(Record):
@@ -116,7 +115,7 @@ def accept_edited(run: RunDir, step: int) -> AcceptedChange | None:
         changes = ("its earlier settings are not known, because their record was damaged",)
     if not changes:
         return None
-    at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    at = utc_now()
     change = AcceptedChange(at=at, step=step, changes=changes)
     write_record(
         run.accepted, KeptSettings(settings=read_config(run, "given"), accepted=(*accepted_changes(run), change))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -388,6 +389,11 @@ def read_record(path: Path, kind: type[R]) -> R:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise RecordError(f"{path} is not a {kind.__name__}, or it is damaged: {first_problem(error)}") from None
+
+
+def utc_now() -> str:
+    """Return the time as records have it: ISO 8601, UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def record_if_written(path: Path, kind: type[R]) -> R | None:

@@ -30,15 +30,13 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "agent"
     path.write_text(AGENT)
     path.chmod(0o755)
+    monkeypatch.setenv("PATH", "/bin:/usr/bin")
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(path))
     monkeypatch.setattr(host_beats, "PERIOD_S", 0.1)
     monkeypatch.setattr(host_beats, "SILENT_S", 1.0)
     monkeypatch.setattr(host_beats, "ASKED_S", 1)
     yield path
     until(lambda: not echoes(), limit_s=10)
-
-
-def beats_of(agent: Path, *hosts: str) -> HostBeats:
-    return HostBeats(hosts, {"PATH": "/bin:/usr/bin", "PRTE_MCA_plm_ssh_agent": str(agent)})
 
 
 def echoes() -> list[psutil.Process]:
@@ -50,7 +48,7 @@ def echoes() -> list[psutil.Process]:
 
 
 def test_a_host_that_neither_echoes_nor_answers_is_lost(agent: Path) -> None:
-    beats = beats_of(agent, "h1", "localhost")
+    beats = HostBeats(["h1", "localhost"])
     with beats.watched():
         (echo,) = until(echoes, limit_s=20)
         until(lambda: agent.with_name("agent.log").exists(), limit_s=10)
@@ -70,7 +68,7 @@ def test_a_host_that_neither_echoes_nor_answers_is_lost(agent: Path) -> None:
 
 
 def test_a_host_that_is_silent_but_answers_is_listened_to_again(agent: Path) -> None:
-    beats = beats_of(agent, "h1")
+    beats = HostBeats(["h1"])
     with beats.watched():
         (first,) = until(echoes, limit_s=20)
         time.sleep(0.5)
@@ -82,7 +80,7 @@ def test_a_host_that_is_silent_but_answers_is_listened_to_again(agent: Path) -> 
 
 def test_a_host_that_does_not_allow_the_program_is_not_watched(agent: Path) -> None:
     agent.write_text(AGENT.replace('exec sh -c "$*"', '[ "$1" = true ]'))
-    with beats_of(agent, "h1").watched():
+    with HostBeats(["h1"]).watched():
         log = agent.with_name("agent.log")
         until(lambda: log.exists() and log.read_text().count("h1 true") == 3, limit_s=20)
         time.sleep(0.5)
@@ -90,6 +88,6 @@ def test_a_host_that_does_not_allow_the_program_is_not_watched(agent: Path) -> N
 
 
 def test_hosts_are_many_or_none_without_a_connection(agent: Path) -> None:
-    with beats_of(agent, *(f"h{number}" for number in range(65))).watched(), beats_of(agent).watched():
+    with HostBeats([f"h{number}" for number in range(65)]).watched(), HostBeats([]).watched():
         time.sleep(0.5)
     assert not agent.with_name("agent.log").exists()

@@ -85,16 +85,19 @@ def test_names_and_addresses_of_hosts_are_read(tmp_path: Path) -> None:
     assert list(read_hostfile(tmp_path / "hosts")) == names
 
 
-def test_hosts_that_do_not_answer_are_named_with_what_the_agent_said(tmp_path: Path) -> None:
+def test_hosts_that_do_not_answer_are_named_with_what_the_agent_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agent = tmp_path / "agent"
     agent.write_text(AGENT)
     agent.chmod(0o755)
-    users = {"PATH": "/bin", "PRTE_MCA_plm_ssh_agent": f"{agent} : rsh"}
-    silent = silent_hosts(["h0", "h1", socket.gethostname()], users)
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", f"{agent} : rsh")
+    silent = silent_hosts(["h0", "h1", socket.gethostname()])
     assert silent == {"h1": "ssh: connect to host h1 port 22: No route to host"}
     assert silence(silent) == "1 host does not answer: h1 (ssh: connect to host h1 port 22: No route to host)"
-    absent = {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "absent")}
-    assert silent_hosts(["h0"], absent) == {"h0": f"{tmp_path}/absent cannot be started: No such file or directory"}
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(tmp_path / "absent"))
+    assert silent_hosts(["h0"]) == {"h0": f"{tmp_path}/absent cannot be started: No such file or directory"}
 
 
 def test_this_host_is_known_by_its_names_and_addresses() -> None:
@@ -120,14 +123,17 @@ with socket.create_server(("127.0.0.1", 0)) as listening:
 """
 
 
-def test_a_program_on_each_host_answers_and_is_reached_at_another_port(tmp_path: Path) -> None:
+def test_a_program_on_each_host_answers_and_is_reached_at_another_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agent = tmp_path / "agent"
     run_there = 'HOST="$1"; export HOST; shift; exec sh -c "$*"\n'
     agent.write_text(AGENT.rpartition('[ "$2"')[0] + run_there)
     agent.chmod(0o755)
-    users = {"PATH": "/bin:/usr/bin", "PRTE_MCA_plm_ssh_agent": str(agent)}
+    monkeypatch.setenv("PATH", "/bin:/usr/bin")
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
     hosts = ["h0", "h1", "h2", "h3", "h4"]
-    answers = ask_programs(hosts, [sys.executable, "-c", PROGRAM], "who are you?", "line ", users)
+    answers = ask_programs(hosts, [sys.executable, "-c", PROGRAM], "who are you?", "line ")
     assert list(answers) == hosts
     assert answers["h1"].problem == "ssh: connect to host h1 port 22: No route to host"
     assert not answers["h1"].has_no_program

@@ -46,7 +46,7 @@ from onward.infra.mlflow.tracking import (
     page_on_own_server,
     table_of,
 )
-from tests.support.stores import client, free_port, new_run, new_store, points, tracking_store
+from tests.support.stores import client, free_port, new_run, new_store, points, points_of, tracking_store
 
 
 def test_importing_tracking_does_not_import_mlflow() -> None:
@@ -135,7 +135,7 @@ def test_two_tasks_may_send_the_same_points_at_the_same_time() -> None:
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(send, (20, 30, 50, 70)))
-    assert sorted(tracker.points()) == sorted((point.key, point.step) for point in sent)
+    assert sorted(points_of(tracker)) == sorted((point.key, point.step) for point in sent)
 
 
 def test_values_that_are_not_finite_are_kept() -> None:

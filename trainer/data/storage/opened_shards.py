@@ -54,5 +54,5 @@ def damaged_files(directory: Path, manifest: ShardManifest) -> list[str]:
         return ""
 
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(problem, (*manifest.train, *manifest.evaluation, *manifest.test)))
+        found = list(threads.map(problem, manifest.all_files))
     return [*manifest_problems(directory, manifest), *filter(None, found)]

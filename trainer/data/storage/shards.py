@@ -92,6 +92,11 @@ class ShardManifest(Record):
         """Return the files of a split, in order."""
         return {"train": self.train, "evaluation": self.evaluation, "test": self.test}[split]
 
+    @property
+    def all_files(self) -> tuple[ShardFile, ...]:
+        """The files of all splits."""
+        return (*self.train, *self.evaluation, *self.test)
+
     def rows(self, split: Split) -> int:
         """Return the number of rows of a split."""
         return sum(file.rows for file in self.files(split))

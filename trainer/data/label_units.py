@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from onward.trainer.config.losses import LabelUnits, LossConfig
-from onward.trainer.data.schema.columns import BYTES, Array, Schema
+from onward.trainer.data.schema.columns import BYTES, Array
 from onward.trainer.data.schema.fitted import Fitted, LabelledRows
 from onward.trainer.data.tables.column_statistics import ColumnStatistics
 from onward.trainer.errors import ConfigError, DataError
@@ -96,7 +96,7 @@ def _units(loss: LossConfig, rows: LabelledRows) -> LabelUnits:
     for name in loss.columns:
         known = rows.fitted[name].label_units.get(kind) if name in rows.fitted else None
         found.append(known or units_of_column(rows, name, kind))
-    if len(found) > 1 and any(_has_axes(rows.columns, name) for name in loss.columns):
+    if len(found) > 1 and any(rows.columns[name].shape for name in loss.columns):
         raise ConfigError(
             f"loss.standardise_label takes columns of single numbers or one column of vectors as labels, not "
             f"{', '.join(loss.columns)}; give each its own [[loss]]"
@@ -105,10 +105,6 @@ def _units(loss: LossConfig, rows: LabelledRows) -> LabelUnits:
     center = tuple(value for each in found for value in each.center)
     scale = tuple(value for each in found for value in each.scale)
     return LabelUnits(center=center, scale=scale, log=kind == "log")
-
-
-def _has_axes(columns: Schema, name: str) -> bool:
-    return bool(columns[name].shape)
 
 
 def describe_label_units(losses: Sequence[LossConfig], fitted: Mapping[str, Fitted]) -> str:

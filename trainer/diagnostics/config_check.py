@@ -49,12 +49,12 @@ from onward.trainer.onnx_graph.files.index import (
     integer_problems,
     locations,
     nodes_of,
+    opsets_of,
     subgraphs,
 )
 from onward.trainer.onnx_graph.files.loss_files import (
     LEAST_OPSET,
     label_dims,
-    opset_of,
     read_loss_file,
     too_old,
     unknown_shape,
@@ -168,7 +168,7 @@ def _absent_weights(model: ModelConfig) -> Iterator[str]:
 def _training_files(path: Path, losses: Sequence[LossConfig], signature: Signature) -> list[str]:
     """Return why the model or a loss cannot be written into the files of `export.training`."""
     model = read_model(path)
-    opset = opset_of(model)
+    opset = opsets_of(model).get("", 0)
     # what the signature has inferred does not count: the files are made of what the model declares
     undeclared = {value.name for value in model.graph.output if not value.type.tensor_type.HasField("shape")}
     problems = [f"export.training: {too_old(opset)}"] if opset < LEAST_OPSET else []

@@ -16,7 +16,7 @@ from onward.trainer.diagnostics.difference import Difference, NodeChange, Tensor
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_by
 from onward.trainer.onnx_graph.files.external_ranges import byte_range, external_problems, is_external
-from onward.trainer.onnx_graph.files.index import all_tensors, dim_text, element_type_name
+from onward.trainer.onnx_graph.files.index import element_type_name, locations, operator_of, shape_text
 from onward.trainer.onnx_graph.files.model_files import read_model, stored_array
 from onward.trainer.onnx_graph.files.stored_protos import BYTEWISE, read_chunks
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos, without_inner_values
@@ -90,13 +90,8 @@ def _same_content(a: Path, b: Path) -> bool:
 
 
 def _same_sides(a: onnx.ModelProto, base_a: Path, b: onnx.ModelProto, base_b: Path) -> bool:
-    names_a, names_b = _side_names(a), _side_names(b)
+    names_a, names_b = locations(a), locations(b)
     return names_a == names_b and all(_same_content(base_a / name, base_b / name) for name in names_a)
-
-
-def _side_names(model: onnx.ModelProto) -> set[str]:
-    """Return the external data files of a model, relative to its directory."""
-    return {byte_range(tensor).location for tensor in filter(is_external, all_tensors(model))}
 
 
 # -- structure
@@ -146,9 +141,7 @@ def _interface_changes(a: onnx.GraphProto, b: onnx.GraphProto) -> Iterator[str]:
 def _value(value: onnx.ValueInfoProto) -> str:
     if not value.type.HasField("tensor_type"):
         return f"{value.name} {value.type.WhichOneof('value')}"
-    kind = value.type.tensor_type
-    shape = f"[{', '.join(map(dim_text, kind.shape.dim))}]" if kind.HasField("shape") else "of any shape"
-    return f"{value.name} {_type_name(kind.elem_type)} {shape}"
+    return f"{value.name} {_type_name(value.type.tensor_type.elem_type)} {shape_text(value)}"
 
 
 def _type_name(element_type: int) -> str:
@@ -182,8 +175,7 @@ def _key(node: onnx.NodeProto) -> str:
 
 
 def _node_change(node: onnx.NodeProto, change: str) -> NodeChange:
-    operator = f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
-    return NodeChange(node=node.name or _key(node), operator=operator, change=change)
+    return NodeChange(node=node.name or _key(node), operator=operator_of(node), change=change)
 
 
 def _changes(a: onnx.NodeProto, b: onnx.NodeProto) -> Iterator[str]:

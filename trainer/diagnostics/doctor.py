@@ -19,8 +19,7 @@ from onward.trainer.diagnostics.runtime_check import RuntimeCheck, check_runtime
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.beyond_onnx import departures
-from onward.trainer.onnx_graph.files.external_ranges import byte_range, is_external
-from onward.trainer.onnx_graph.files.index import all_tensors, dim_text, element_type_name
+from onward.trainer.onnx_graph.files.index import element_type_name, inputs_of, locations, opsets_of, shape_text
 from onward.trainer.onnx_graph.files.mapped_model import read_mapped
 from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
@@ -172,11 +171,7 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         _read_roles(audit, part, main)
     except UnsupportedModel as error:
         problems = list(dict.fromkeys([*error.problems, *problems]))
-    sides = {byte_range(tensor).location for tensor in filter(is_external, all_tensors(model))}
-    size_bytes = sum(file.stat().st_size for file in (path, *(path.parent / side for side in sides)))
-    # before IR version 4 a stored tensor had to be an input, too
-    own = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in own]
+    size_bytes = sum((path.parent / name).stat().st_size for name in (path.name, *locations(model)))
     weights = tuple(_weights(audit))
     opsets = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
     unsupported = tuple(_unsupported(problem, model) for problem in problems)
@@ -186,8 +181,8 @@ def diagnose(path: Path, *, converters: Sequence[Path] = ()) -> Diagnosis:
         producer=f"{model.producer_name} {model.producer_version}".strip(),
         ir_version=model.ir_version,
         opsets=opsets,
-        inputs=tuple(_value(value) for value in inputs),
-        outputs=tuple(_value(value) for value in model.graph.output),
+        inputs=tuple(map(_value, inputs_of(model.graph))),
+        outputs=tuple(map(_value, model.graph.output)),
         importable=not problems,
         preprocessing=preprocessing,
         runtime=check_runtime(model, path, size_bytes),
@@ -213,11 +208,9 @@ def _read_roles(audit: AuditInput, part: onnx.ModelProto, main: onnx.ModelProto)
 
 
 def _value(value: onnx.ValueInfoProto) -> str:
-    kind = value.type.tensor_type
     if not value.type.HasField("tensor_type"):
         return f"{value.name} {describe_type(value)}"
-    shape = f"[{', '.join(map(dim_text, kind.shape.dim))}]" if kind.HasField("shape") else "of any shape"
-    return f"{value.name} {element_type_name(kind.elem_type).lower()} {shape}"
+    return f"{value.name} {element_type_name(value.type.tensor_type.elem_type).lower()} {shape_text(value)}"
 
 
 def _weights(audit: AuditInput) -> Iterator[Weight]:
@@ -290,7 +283,7 @@ def _unsupported(problem: str, model: onnx.ModelProto) -> Unsupported:
 def _remedy(domain: str, name: str, version: int, model: onnx.ModelProto) -> str:
     key = f'"{name}", version={version}' + (f', domain="{domain}"' if domain else "")
     own = f"in a Python file named in model.converters: onnx2torch's add_converter({key})"
-    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    opset = opsets_of(model).get("", 0)
     if not domain and opset > defs.onnx_opset_version():
         return f"export it again at opset {defs.onnx_opset_version()} or below: the installed onnx supports none newer"
     if not domain and version > 1:

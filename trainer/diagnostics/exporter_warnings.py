@@ -179,11 +179,9 @@ def _tables(audit: AuditInput) -> Iterator[ExporterWarning]:
         if is_guessed and name in audit.stored and audit.stored[name].numel() > 1:
             frozen[name] = audit.stored[name].numel()
     if frozen:
-        largest = dict(sorted(frozen.items(), key=lambda item: -item[1]))
-        shown = "; ".join(f"{name} ({size:,}: {audit.roles[name].reason})" for name, size in _few(largest))
         yield ExporterWarning(
             key="frozen",
-            what=f"{sum(frozen.values()):,} numbers in {len(frozen)} tensors stay frozen: {shown}",
+            what=f"{sum(frozen.values()):,} numbers in {len(frozen)} tensors stay frozen: {_largest(audit, frozen)}",
             remedy="this is guessed; to train one that is a weight after all, give its full name in model.train",
         )
 
@@ -274,13 +272,11 @@ def _mostly_frozen(audit: AuditInput) -> Iterator[ExporterWarning]:
     # settings that leave out weights show that somebody has chosen what is trained
     if len(audit.trained()) < len(trainable) or sum(frozen.values()) <= LARGE_PART * total:
         return
-    largest = dict(sorted(frozen.items(), key=lambda item: -item[1]))
-    shown = "; ".join(f"{name} ({size:,}: {audit.roles[name].reason})" for name, size in _few(largest))
     yield ExporterWarning(
         key="mostly_frozen",
         what=(
             f"{sum(frozen.values()):,} of the {total:,} numbers of weights stay frozen, because of how the file stores "
-            f"them: {shown}"
+            f"them: {_largest(audit, frozen)}"
         ),
         remedy=(
             "train the model in floating point, if you have it, and quantize the result (export.variants); or train "
@@ -309,6 +305,12 @@ def _blocked_layout(audit: AuditInput) -> Iterator[ExporterWarning]:
 
 def _few(found: Mapping[str, T]) -> list[tuple[str, T]]:
     return list(found.items())[:3]
+
+
+def _largest(audit: AuditInput, sizes: Mapping[str, int]) -> str:
+    """Return the largest of some tensors, with their numbers of elements and the reasons of their roles."""
+    largest = dict(sorted(sizes.items(), key=lambda item: -item[1]))
+    return "; ".join(f"{name} ({size:,}: {audit.roles[name].reason})" for name, size in _few(largest))
 
 
 def _toml(names: Iterable[str]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -17,7 +16,7 @@ import onnx
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.measuring.onnx_runner import Array
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.onnx_graph.files.index import nodes_between
+from onward.trainer.onnx_graph.files.index import nodes_between, replace_entries
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES, write_whole
 
@@ -42,15 +41,14 @@ def write_without_loss(
         )
         raise ExportRefused(f"{exported.path.name} cannot be written without its loss: {why}")
     nodes, needed = nodes_between(graph, kept, set())
-    kept_entries: dict[str, Sequence[Any]] = {"node": nodes}
-    kept_entries["output"] = [value for value in graph.output if value.name in kept]
-    kept_entries["initializer"] = [tensor for tensor in graph.initializer if tensor.name in needed]
-    kept_entries["sparse_initializer"] = [x for x in graph.sparse_initializer if x.values.name in needed]
-    kept_entries["input"] = [value for value in graph.input if value.name in needed]
-    for field, entries in kept_entries.items():
-        copies = [type(entry).FromString(entry.SerializeToString()) for entry in entries]
-        graph.ClearField(field)  # invalidates the entries
-        getattr(graph, field).extend(copies)
+    replace_entries(
+        graph,
+        node=nodes,
+        output=[value for value in graph.output if value.name in kept],
+        initializer=[tensor for tensor in graph.initializer if tensor.name in needed],
+        sparse_initializer=[x for x in graph.sparse_initializer if x.values.name in needed],
+        input=[value for value in graph.input if value.name in needed],
+    )
     write_whole(model, target, most=most)
     onnx.checker.check_model(str(target))
     whole = open_session(exported.path)

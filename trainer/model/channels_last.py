@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from operator import attrgetter
 from typing import Literal, cast
 
 import torch
@@ -165,8 +166,7 @@ def _weight_read(convolution: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 def _stored(module: fx.GraphModule, node: fx.Node) -> object:
     """Return what a node reads of the module; None for a computed value."""
-    owner, _, name = str(node.target).rpartition(".")
-    return getattr(module.get_submodule(owner), name) if node.op == "get_attr" else None
+    return attrgetter(str(node.target))(module) if node.op == "get_attr" else None
 
 
 def _images(graph: fx.Graph) -> list[fx.Node]:

@@ -188,8 +188,7 @@ def _call_key(module: fx.GraphModule, node: fx.Node, reference: Callable[[fx.Nod
 def _value_key(module: fx.GraphModule, node: fx.Node) -> Any:
     """Return what is known of a value: of a stored tensor all but its data, of a computed one its shape in tracing."""
     if node.op == "get_attr":
-        owner, _, name = str(node.target).rpartition(".")
-        stored = getattr(module.get_submodule(owner), name)
+        stored = operator.attrgetter(str(node.target))(module)
         if isinstance(stored, torch.Tensor):
             return type(stored), tuple(stored.shape), stored.dtype, stored.requires_grad
     probes = node.meta.get("probes") or ()

@@ -169,8 +169,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _is_fp32_parameter(module: nn.Module, node: fx.Node) -> bool:
-    owner, _, name = str(node.target).rpartition(".")
-    tensor = getattr(module.get_submodule(owner), name)
+    tensor = operator.attrgetter(str(node.target))(module)
     return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32
 
 

@@ -18,15 +18,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import onnx
-from onnx import TensorProto, TypeProto, defs, helper
+from onnx import TensorProto, defs, helper
 
 from onward.trainer.onnx_graph.files.index import (
     SMALL,
     domain_of,
     inner_graphs,
+    innermost_type,
     names_read,
     nodes_inside,
     opsets_of,
+    replace_entries,
     without_large_tensors,
 )
 
@@ -59,17 +61,10 @@ def _values_without_type_or_shape(model: onnx.ModelProto) -> Iterator[str]:
             yield f"output {value.name!r} declares no type"
     for what, values in (("input", model.graph.input), ("output", model.graph.output)):
         for value in values:
-            tensor = _tensor_type(value.type)
-            if tensor is not None and not tensor.HasField("shape"):
-                tensor.shape.dim.add()
+            kind = innermost_type(value)
+            if kind.HasField("tensor_type") and not kind.tensor_type.HasField("shape"):
+                kind.tensor_type.shape.dim.add()
                 yield f"{what} {value.name!r} declares no shape"
-
-
-def _tensor_type(kind: TypeProto) -> Any:
-    """Return the type of the tensors in a value, which may be a sequence or optional; None for any other."""
-    while (which := kind.WhichOneof("value")) in ("sequence_type", "optional_type"):
-        kind = getattr(kind, which).elem_type
-    return kind.tensor_type if which == "tensor_type" else None
 
 
 def _initializers_that_are_no_inputs(model: onnx.ModelProto) -> Iterator[str]:
@@ -204,10 +199,7 @@ def _nodes_out_of_order(model: onnx.ModelProto) -> Iterator[str]:
         return
     if (order := _sorted(reads)) is None:
         return  # a circle, which the checker refuses
-    # copies, because clearing the field invalidates its nodes
-    nodes = [onnx.NodeProto.FromString(graph.node[at].SerializeToString()) for at in order]
-    graph.ClearField("node")
-    graph.node.extend(nodes)
+    replace_entries(graph, node=[graph.node[at] for at in order])
     yield "its nodes are not in an order in which each reads what stands before it"
 
 

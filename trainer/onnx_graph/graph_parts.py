@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx
 from onnx import TensorProto, helper
 
-from onward.trainer.onnx_graph.files.index import nodes_between
+from onward.trainer.onnx_graph.files.index import nodes_between, part_with
 
 
 def part_between(model: onnx.ModelProto, outputs: Sequence[str], starts: Sequence[str]) -> onnx.ModelProto:
@@ -17,11 +17,8 @@ def part_between(model: onnx.ModelProto, outputs: Sequence[str], starts: Sequenc
     """
     graph = model.graph
     kept, needed = nodes_between(graph, list(outputs), set(starts))
-    part = onnx.ModelProto(ir_version=max(model.ir_version, 4))
-    part.opset_import.extend(model.opset_import)
-    part.functions.extend(model.functions)
-    part.graph.name = graph.name
-    part.graph.node.extend(kept)
+    part = part_with(model, kept)
+    part.ir_version = max(model.ir_version, 4)
     for name in starts:
         part.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
     weights = {tensor.name for tensor in graph.initializer}

@@ -22,7 +22,16 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, Index, attributes_of, known_types, nodes_between
+from onward.trainer.onnx_graph.files.index import (
+    FLOAT_TYPES,
+    Index,
+    attributes_of,
+    innermost_type,
+    known_types,
+    nodes_between,
+    opsets_of,
+    replace_entries,
+)
 from onward.trainer.onnx_graph.files.ml_types import DOMAIN
 from onward.trainer.onnx_graph.files.model_files import stored_array
 from onward.trainer.onnx_graph.probabilities import Activation, activation_of
@@ -42,10 +51,8 @@ UNTRAINED = ("TreeEnsembleClassifier", "SVMClassifier")
 
 def is_numeric(value: onnx.ValueInfoProto) -> bool:
     """Return whether a value holds numbers: a tensor, or a sequence or optional of tensors, and not of strings."""
-    kind = value.type
-    while (which := kind.WhichOneof("value")) in ("sequence_type", "optional_type"):
-        kind = getattr(kind, which).elem_type
-    return which != "map_type" and kind.tensor_type.elem_type != TensorProto.STRING
+    kind = innermost_type(value)
+    return not kind.HasField("map_type") and kind.tensor_type.elem_type != TensorProto.STRING
 
 
 def describe_type(value: onnx.ValueInfoProto) -> str:
@@ -196,12 +203,10 @@ def with_log_probabilities(model: onnx.ModelProto, output: str) -> onnx.ModelPro
     # weights are named after the label, so it stays that of the scores; the node itself still gives the probabilities
     classifier.output[0] = f"{classifier.output[0]}/with_probabilities"
     nodes[position:position] = [scores, *made]
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]  # `del` invalidates the others
-    del copy.graph.node[:]
-    copy.graph.node.extend(copies)
+    replace_entries(copy.graph, node=nodes)
     shape: list[str | int | None] = ["N", len(attributes_of(scores)["intercepts"])]
     copy.graph.value_info.append(helper.make_tensor_value_info(output, TensorProto.FLOAT, shape))
-    if not any(entry.domain in ("", "ai.onnx") for entry in copy.opset_import):
+    if "" not in opsets_of(copy):
         copy.opset_import.append(helper.make_opsetid("", 13))
     return copy
 

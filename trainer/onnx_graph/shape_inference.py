@@ -10,6 +10,7 @@ from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 from onnx import helper, shape_inference
 
 from onward.trainer.onnx_graph.files.element_types import DTYPES, PACKED
+from onward.trainer.onnx_graph.files.index import part_with
 
 Probes = tuple[torch.Tensor, torch.Tensor]
 
@@ -24,9 +25,7 @@ def infer_probes(
 
     lengths: (input, dimension) -> its two trial lengths. Shapes that the file declares are not used; they may be wrong.
     """
-    lean = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
-    lean.graph.name = "lean"
-    lean.graph.node.extend(model.graph.node)
+    lean = part_with(model, model.graph.node)
     # names alone: inference would take a declared shape for granted
     lean.graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in model.graph.output)
     # a large tensor is an input here, which has a type and a shape and no values

@@ -40,9 +40,9 @@ from onward.trainer.errors import ConfigError, UnsupportedModel, UnsupportedNode
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.beyond_onnx import check, put_right, refused
 from onward.trainer.onnx_graph.files.attribute_bounds import passed_attribute_problems
-from onward.trainer.onnx_graph.files.element_types import PACKED, torch_dtype
+from onward.trainer.onnx_graph.files.element_types import HALVES, PACKED, torch_dtype
 from onward.trainer.onnx_graph.files.external_ranges import external_problems
-from onward.trainer.onnx_graph.files.index import dims_of, opsets_of, without_large_tensors
+from onward.trainer.onnx_graph.files.index import dims_of, inputs_of, opsets_of, without_large_tensors
 from onward.trainer.onnx_graph.files.model_files import opset_problems
 from onward.trainer.onnx_graph.files.source_model import SourceModel
 from onward.trainer.onnx_graph.files.stored_protos import load_small_tensors
@@ -56,7 +56,7 @@ from onward.trainer.onnx_graph.surgery.stochastic_depth import find_branches, ma
 from onward.trainer.onnx_graph.surgery.training_norms import mark_batch_statistics
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
 from onward.trainer.onnx_import.lowering.lowering import GraphLowering, local_functions, unknown_operators
-from onward.trainer.onnx_import.ops.cast import HALVES, widen_half
+from onward.trainer.onnx_import.ops.cast import widen_half
 from onward.trainer.onnx_import.passes.fuse import fuse_graph as fuse_graph
 from onward.trainer.onnx_import.quantization.quantized_weights import (
     QuantizedWeight,
@@ -234,7 +234,7 @@ def import_graph(
     unknown = unknown_operators(model)
     attempts: list[tuple[ImportAttempt, fx.Graph]] = []
     model = with_lengths(model, known_lengths(model.graph))
-    for lengths, batch in trial_sizes(model.graph, set(stored), widen=widen):
+    for lengths, batch in trial_sizes(model.graph, widen=widen):
         attempt = ImportAttempt(model, Tracer(), roles, batch, base, quantized, quantizers)
         attempts.append((attempt, attempt.build(stored, lengths)))
         # nothing was assumed and nothing is left to run time: a further size cannot be better
@@ -272,8 +272,7 @@ class ImportAttempt:
 
     @property
     def inputs(self) -> list[onnx.ValueInfoProto]:
-        stored = {tensor.name for tensor in self.model.graph.initializer}
-        return [value for value in self.model.graph.input if value.name not in stored]
+        return inputs_of(self.model.graph)
 
     def build(self, stored: Mapping[str, torch.Tensor], lengths: Lengths) -> fx.Graph:
         """Lower all nodes onto the tracer's fx graph and return it."""

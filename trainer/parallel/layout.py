@@ -129,13 +129,12 @@ def build_layout(
     group: str,
     autocast: Autocast,
     device: Device = CPU,
-    with_costs: bool = False,
 ) -> Layout:
     """Divide the graph in place for tensor-parallel rank `rank`, and cut it.
 
     example: the inputs of a micro-batch, [B, ...]. group: name of the tensor-parallel process group. device: the same
-    on every rank (`device.typical`). with_costs: estimate the costs of the nodes even if nothing depends on them.
-    Raises ConfigError or UnsupportedModel when the graph cannot be divided as configured.
+    on every rank (`device.typical`). Raises ConfigError or UnsupportedModel when the graph cannot be divided as
+    configured.
     """
     check_replicas(module, config.parallel)
     last = config.parallel.tensor - 1
@@ -143,7 +142,7 @@ def build_layout(
     # before the module itself is divided, which happens in place
     module_of_last = module if rank == last else _copy_without_data(module)
     divided = divide(module_of_last, config, rank=last, group=group, device=device)
-    cuts = find_cuts(divided.module, config.parallel, config.recompute, example, autocast, with_costs=with_costs)
+    cuts = find_cuts(divided.module, config.parallel, config.recompute, example, autocast)
     largest = cut(divided, cuts, config.parallel, device)
     if rank == last:
         return largest
@@ -227,12 +226,13 @@ def find_cuts(
     example: Sequence[Tensor],
     autocast: Autocast,
     *,
-    with_costs: bool,
+    with_costs: bool = False,
     known: Mapping[str, NodeCost] | None = None,
 ) -> Cuts:
     """Choose the places between stages and between units, by the costs of the nodes or as configured.
 
-    module: divided for the last tensor-parallel rank. known: the costs, if they have been estimated for this example.
+    module: divided for the last tensor-parallel rank. with_costs: estimate the costs of the nodes even if nothing
+    depends on them. known: the costs, if they have been estimated for this example.
     """
     num_stages = parallel.pipeline * parallel.stages_per_rank
     # units are what ZeRO gathers and what the backward pass recomputes; nothing else needs them

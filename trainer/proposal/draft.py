@@ -73,10 +73,6 @@ class Draft:
         entry = self.entries.get(key)
         return default if entry is None or entry.is_open else entry.value
 
-    def is_open(self, key: str) -> bool:
-        """Return whether it is a question."""
-        return key in self.entries and self.entries[key].is_open
-
     @property
     def questions(self) -> dict[str, Entry]:
         """Return the settings that are open."""

@@ -90,7 +90,7 @@ def _of_flags(facts: Facts, sample: Dims, flags: Sequence[str]) -> Iterator[Read
         named += ", ..."
     why = f"{named} hold 0 and 1 in {facts.rows}"
     # values are stored without missing ones: only complete columns have their rows side by side
-    if _are_complete(facts, flags):
+    if not any(facts.missing[name] for name in flags):
         rows = np.stack([np.asarray(facts.values[name]) for name in flags], axis=1)
         most = int(rows.sum(axis=1).max())
         why += f": multi-label, a row has up to {most} of {len(flags)}"
@@ -102,10 +102,6 @@ def _of_flags(facts: Facts, sample: Dims, flags: Sequence[str]) -> Iterator[Read
         why += f"; the output has {length} scores"
         classes = len(flags)
     yield Reading(tuple(flags), "bce_with_logits", why, classes=classes)
-
-
-def _are_complete(facts: Facts, names: Sequence[str]) -> bool:
-    return not any(facts.missing[name] for name in names)
 
 
 def names_in_cells(facts: Facts, columns: Sequence[str]) -> str:

@@ -151,7 +151,7 @@ def propose_split(draft: Draft, facts: Facts) -> None:
 
 def _holds_classes(draft: Draft, facts: Facts, label: object) -> bool:
     """Return whether the label is one column with a class in each row, by which rows can be divided."""
-    if draft.value("model.loss") != "cross_entropy" or not isinstance(label, str) or draft.is_open("data.label"):
+    if draft.value("model.loss") != "cross_entropy" or not isinstance(label, str) or "data.label" in draft.questions:
         return False
     if (
         facts.data.table.window

@@ -97,7 +97,7 @@ def test_a_window_longer_than_the_usual_trial_lengths_is_imported(kernel: int) -
 def test_trial_lengths_are_multiples_of_what_the_graph_divides_by() -> None:
     assert lengths_needed(graph(FOUR_CONVOLUTIONS, "last").graph) == Need(16, 16)
     assert lengths_needed(graph(FOUR_POOLS, "last").graph) == Need(16, 16)
-    first, second, *_ = trial_sizes(graph(FOUR_POOLS, "last").graph, set())
+    first, second, *_ = trial_sizes(graph(FOUR_POOLS, "last").graph)
     for (lengths, _), table in ((first, SMALL), (second, MIXED)):
         assert lengths["x", 3] == tuple(16 * (length + 1) for length in table[1])
 
@@ -106,5 +106,5 @@ def test_graphs_that_divide_by_four_at_most_are_tried_at_short_lengths_first() -
     model = parser.parse_model(
         f"{HEADER} g (float[B,3,32,W] x) => (float[B,3,16,V] y) {{ y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(x) }}"
     )
-    tried = [lengths["x", 3] for lengths, _ in trial_sizes(model.graph, set())]
+    tried = [lengths["x", 3] for lengths, _ in trial_sizes(model.graph)]
     assert tried[:2] == [SMALL[1], LARGE[1]]

@@ -17,7 +17,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.audio.audio_decoding import NotAudio, decode_audio, fit_length, refuse_missing_package
 from onward.trainer.data.audio.log_mel import log_mel
 from onward.trainer.data.schema.columns import BYTES, Array, Column, ColumnType, Schema, Values
-from onward.trainer.data.schema.fitted import Fitted, FittedComputer
+from onward.trainer.data.schema.fitted import FittedComputer
 from onward.trainer.errors import ConfigError, DataError
 
 
@@ -41,16 +41,11 @@ def open_audio(data: DataConfig, schema: Schema) -> list[AudioClips]:
 class AudioClips(FittedComputer):
     """Computes the waveforms or spectrograms of one column of audio files, in its place."""
 
-    file_only: frozenset[str] = frozenset()
-    pad_values: Mapping[str, float] = {}
-
     def __init__(self, config: AudioConfig) -> None:
         self._config = config
         self._name = config.column
         self.reads = {config.column: ColumnType(BYTES)}
         self.makes = self.consumed = frozenset({config.column})
-        self.fitted: Mapping[str, Fitted] = {}
-        self.columns: tuple[Column, ...] = ()
         settings = config.model_dump(exclude={"axes"})
         # under their former names, so that earlier runs keep their shards
         settings |= {"time_first": config.time_first, "channel_axis": config.channel_axis}

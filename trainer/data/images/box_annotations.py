@@ -133,7 +133,7 @@ def _coco(path: Path, source: Path, images: Sequence[str]) -> Annotations:
             found.problems.append(f"{where} is of image {image!r}, which the file does not list")
         elif not isinstance(category, int | str) or category not in names:
             found.problems.append(f"{where} has the category {category!r}; there are {_few(map(str, names))}")
-        elif not _is_numbers(corners, 4):
+        elif not _is_numbers(corners):
             found.problems.append(f"{where} has the bbox {str(corners)[:60]}, not [x, y, width, height]")
         elif image in shown:
             x, y, width, height = map(float, corners)
@@ -359,11 +359,11 @@ def _floats(words: Sequence[str]) -> list[float] | None:
         return None
 
 
-def _is_numbers(values: Any, count: int) -> bool:
+def _is_numbers(values: Any) -> bool:
     are_numbers = isinstance(values, list) and {*map(type, values)} <= {int, float}
-    return are_numbers and len(values) == count
+    return are_numbers and len(values) == 4
 
 
-def _few(names: Iterator[str] | Sequence[str], most: int = 5) -> str:
+def _few(names: Iterator[str] | Sequence[str]) -> str:
     listed = list(names)
-    return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
+    return ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "")

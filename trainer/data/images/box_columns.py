@@ -32,25 +32,16 @@ class BoxColumn(FittedComputer):
     in the data, sorted.
     """
 
-    file_only: frozenset[str] = frozenset()
-
     def __init__(self, column: str, image: str, names: Sequence[str] | None) -> None:
         self._name = column
         self._image = image
         self.reads = {column: ColumnType(BOXES), image: ColumnType(BYTES)}
         self.makes = self.consumed = frozenset({column})
-        self.pad_values: Mapping[str, float] = {column: NO_CLASS}
-        self.columns: tuple[Column, ...] = ()
-        self.fitted: dict[str, Fitted] = {}
+        self.pad_values = {column: NO_CLASS}
         self.digest = json.dumps(["boxes", column, names and list(names)])
         self._seen: set[str] = set()
         if names is not None:
             self._set(names, sorted_by_name=False)
-
-    @property
-    def is_fitted(self) -> bool:
-        """Return whether the names are known."""
-        return bool(self.fitted)
 
     @property
     def summary(self) -> str:

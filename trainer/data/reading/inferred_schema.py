@@ -8,13 +8,14 @@ from onward.trainer.data.schema.columns import MAX_NAMED_ROWS, Column, Schema
 from onward.trainer.data.schema.described_columns import infer, merge
 from onward.trainer.errors import DataError
 
+MAX_ROWS = 10_000
 SAMPLE_BYTES = 8 << 20
-"""`infer_schema` stops after about this many bytes."""
+"""`infer_schema` stops after so many rows of a source, or about this many bytes."""
 
 
-def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
+def infer_schema(data: DataConfig) -> Schema:
     """Infer the columns from the first rows of the source, or of each of several. Raises DataError."""
-    schemas = [_infer_schema(data, number, max_rows) for number in range(len(data.mixture))]
+    schemas = [_infer_schema(data, number) for number in range(len(data.mixture))]
     found = schemas[0]
     for number, other in enumerate(schemas[1:], start=1):
         # rows of all sources are stored in the same columns
@@ -25,7 +26,7 @@ def infer_schema(data: DataConfig, max_rows: int = 10_000) -> Schema:
     return found
 
 
-def _infer_schema(data: DataConfig, number: int, max_rows: int) -> dict[str, Column]:
+def _infer_schema(data: DataConfig, number: int) -> dict[str, Column]:
     source = data.mixture[number].source
     if stated := sources.locate(source, data).data_format.columns:
         return dict(stated(data))
@@ -37,12 +38,12 @@ def _infer_schema(data: DataConfig, number: int, max_rows: int) -> dict[str, Col
         bad += [f"{block.where(row)}: {why}" for row, why in block.bad.items()]
         if len(block.index):
             for name, cells in block.cells.items():
-                column = infer(name, cells[: max_rows - rows])
+                column = infer(name, cells[: MAX_ROWS - rows])
                 found[name] = merge(found[name], column) if name in found else column
         rows += len(block.index)
         # rows may be large images of numbers: bytes are a limit, too
         size += len(block.index) * sum(column.row_bytes for column in found.values())
-        if rows >= max_rows or size >= SAMPLE_BYTES:
+        if rows >= MAX_ROWS or size >= SAMPLE_BYTES:
             break
     if not rows:
         raise DataError([f"{source} holds no row that can be read", *bad[:MAX_NAMED_ROWS]])

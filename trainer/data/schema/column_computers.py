@@ -161,11 +161,11 @@ def computed_chunks(
             yield part, held[places]
 
 
-def describe_all(computers: Sequence[ColumnComputer], rows: Mapping[str, Values], first_rows: int = 32) -> None:
+def describe_all(computers: Sequence[ColumnComputer], rows: Mapping[str, Values]) -> None:
     """Let each computer that has no columns yet find them from the first rows and the results of those before it."""
     if all(each.columns for each in computers):
         return
-    part = rows_between(rows, 0, first_rows)
+    part = rows_between(rows, 0, 32)
     for place, each in enumerate(computers, start=1):
         if not each.columns:
             each.describe(part)

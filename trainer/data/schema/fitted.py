@@ -110,7 +110,7 @@ class LabelledRows(Protocol):
 class FittedComputer(ABC):
     """A ColumnComputer that is fitted to the rows before it computes the first of them."""
 
-    fitted: Mapping[str, Fitted]
+    fitted: Mapping[str, Fitted] = {}
     """Column -> what is known of it; {} before `finish` where it has to be found on the data."""
     reads: Mapping[str, ColumnType]
     """The columns of the source that it reads, and what they are read as."""
@@ -118,11 +118,15 @@ class FittedComputer(ABC):
     """The names of its results, for which no columns are read unless `reads` names them, too."""
     leaves_out: frozenset[str] = frozenset()
     """Columns of `reads`: a row where one of them is missing is left out, and no computer is fitted to it."""
+    columns: tuple[Column, ...] = ()
+    pad_values: Mapping[str, float] = {}
+    file_only: frozenset[str] = frozenset()
+    """As of any ColumnComputer."""
 
     @property
-    @abstractmethod
     def is_fitted(self) -> bool:
         """Return whether nothing is left to be found on the data."""
+        return bool(self.fitted)
 
     @abstractmethod
     def observe(self, rows: Mapping[str, Values], training: Array) -> None:

@@ -165,7 +165,7 @@ def rows_problem(output: Dims, labels: Dims) -> str:
     """Return why the first axis of an output is not that of the rows of a batch, as a clause."""
     rows, batch = (dims[0] if dims else 1 for dims in (output, labels))
     may_be_exchanged = min(len(output), len(labels)) > 1 and output[1] == batch
-    if may_be_exchanged and fits(_exchanged(output), labels):
+    if may_be_exchanged and fits((batch, rows, *output[2:]), labels):
         return (
             f"the {batch} rows of the batch are on axis 1 of the output; let the model end with a Transpose that puts "
             "them first, or name another tensor in model.output"
@@ -181,10 +181,6 @@ def rows_problem(output: Dims, labels: Dims) -> str:
         "the size that the model was exported for, export it with dynamic lengths, or name another tensor in "
         "model.output"
     )
-
-
-def _exchanged(output: Dims) -> Dims:
-    return (output[1], output[0], *output[2:])
 
 
 def _problem(loss: LossConfig, output: Dims, labels: Dims) -> str:

@@ -14,7 +14,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.beyond_onnx import put_right, refused
 from onward.trainer.onnx_graph.files.external_ranges import external_problems, load_external
-from onward.trainer.onnx_graph.files.index import all_tensors, known_types, length_of
+from onward.trainer.onnx_graph.files.index import all_tensors, inputs_of, known_types, length_of
 from onward.trainer.onnx_graph.files.model_files import opset_problems
 from onward.trainer.onnx_graph.files.source_model import SourceModel
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import (
@@ -199,8 +199,7 @@ def _loaded(source: SourceModel) -> onnx.ModelProto:
 
 def _signature(model: onnx.ModelProto, path: Path) -> Signature:
     graph = model.graph
-    weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
-    inputs = tuple(_info(value) for value in graph.input if value.name not in weights)
+    inputs = tuple(map(_info, inputs_of(graph)))
     outputs = tuple(_info(value) for value in graph.output)
     if any(info.shape is None for info in outputs):  # what the file does not declare may be inferred
         types = known_types(model)

@@ -71,9 +71,6 @@ class ClassNames(FittedComputer):
     whether the column is read as text. ignored: the integer that stays as it is, `model.ignore_index`.
     """
 
-    file_only: frozenset[str] = frozenset()
-    pad_values: Mapping[str, float] = {}
-
     def __init__(self, column: Column, names: Sequence[str] | None, *, as_text: bool, ignored: int) -> None:
         self._name = column.name
         self._as_text = as_text
@@ -81,19 +78,12 @@ class ClassNames(FittedComputer):
         self._is_boolean = column.dtype == "bool"
         self.reads = {column.name: ColumnType(TEXT) if as_text else ColumnType("int64")}
         self.makes = self.consumed = frozenset({column.name})
-        self.columns: tuple[Column, ...] = ()
-        self.fitted: dict[str, Fitted] = {}
         self.digest = json.dumps(["class names", column.name, as_text, ignored, names and list(names)])
         self._seen: set[str] = set()
         self._seen_integers: Array = np.empty(0, np.int64)
         # given names are an order that the user has chosen
         if names is not None:
             self._set([name.strip() for name in names], sorted_by_name=False)
-
-    @property
-    def is_fitted(self) -> bool:
-        """Return whether the names are known."""
-        return bool(self.fitted)
 
     @property
     def summary(self) -> str:

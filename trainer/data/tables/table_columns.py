@@ -133,9 +133,6 @@ class NumberColumns(FittedComputer):
     whole: whether all elements of a row have one mean and scale, because they are one value at several times.
     """
 
-    file_only: frozenset[str] = frozenset()
-    pad_values: Mapping[str, float] = {}
-
     def __init__(self, plans: Mapping[str, Plan], *, whole: bool = False) -> None:
         self._plans = plans
         self._whole = whole
@@ -147,8 +144,6 @@ class NumberColumns(FittedComputer):
         self.consumed = frozenset(plans)
         self._indicators = [name for name, plan in plans.items() if plan.indicator]
         self.makes = self.consumed | {name + INDICATOR for name in self._indicators}
-        self.columns: tuple[Column, ...] = ()
-        self.fitted: dict[str, Fitted] = {}
         digests = {}
         for name, plan in plans.items():
             digests[name] = dict(vars(plan))
@@ -161,11 +156,6 @@ class NumberColumns(FittedComputer):
             for name, plan in plans.items()
         }
         self._missing: dict[str, int] = {}
-
-    @property
-    def is_fitted(self) -> bool:
-        """Return whether fills and scales are known."""
-        return bool(self.fitted)
 
     @property
     def summary(self) -> str:
@@ -292,9 +282,6 @@ def _flat(values: Values) -> Array:
 class Categories(FittedComputer):
     """Computes the ids of a column of categories in its place. vocabulary: None = the texts of the training rows."""
 
-    file_only: frozenset[str] = frozenset()
-    pad_values: Mapping[str, float] = {}
-
     def __init__(self, column: Column, vocabulary: Sequence[str] | None, data: DataConfig) -> None:
         table = data.table
         self._name = column.name
@@ -310,18 +297,12 @@ class Categories(FittedComputer):
         self.leaves_out = frozenset({column.name} if self._skips and self._is_text else ())
         self.makes = self.consumed = frozenset({column.name})
         self.columns = (Column(name=column.name, dtype="int64"),)
-        self.fitted: dict[str, Fitted] = {}
         self.digest = json.dumps(
             ["categories", column.name, vocabulary and list(vocabulary), self._gaps] + ["skip"] * self._skips
         )
         self._seen: set[str] = set()
         if vocabulary is not None:
             self._set(vocabulary)
-
-    @property
-    def is_fitted(self) -> bool:
-        """Return whether the texts are known."""
-        return bool(self.fitted)
 
     @property
     def summary(self) -> str:

@@ -89,8 +89,6 @@ class TokenizedRows(FittedComputer, RowDivider):
         used = [f"stride {columns.config.stride}"] if self.window_column else []
         used += [name for name in ("counts_bytes", "pads_left") if getattr(storage, name)]
         self.digest = json.dumps([*decides, sorted(self.types.items()), *used])
-        self.columns: tuple[Column, ...] = ()
-        self.file_only = frozenset[str]()
         self.reads = columns.read
         self.makes = columns.computed
         self.consumed = frozenset(columns.read)

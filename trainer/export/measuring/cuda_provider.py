@@ -17,7 +17,7 @@ import onnxruntime
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.measuring.latency import latency_on_evaluation
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
-from onward.trainer.onnx_graph.files.onnxruntime_session import PROVIDERS, Device
+from onward.trainer.onnx_graph.files.onnxruntime_session import PROVIDERS
 from onward.trainer.run.records import CudaCheck
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def check_on_cuda(runner: OnnxRunner, *, batches: int, tolerance: float) -> Cuda
     if runner.draws:
         return CudaCheck(not_run="the file draws random numbers, of which the two providers draw different ones")
     try:
-        on_gpu = open_on(runner, "cuda")
+        on_gpu = open_on_cuda(runner)
     except ExportRefused as error:
         log.warning("the exported file was not run on a GPU: %s", error)
         return CudaCheck(not_run=str(error))
@@ -61,7 +61,7 @@ def measure_on_cuda(exported: Path, variant: Path, runner: OnnxRunner, of_varian
     runner, of_variant: run the two files on the CPU.
     """
     try:
-        on_gpu = open_on(of_variant, "cuda")
+        on_gpu = open_on_cuda(of_variant)
     except ExportRefused as error:
         log.warning("the variant was not run on a GPU: %s", error)
         return CudaCheck(not_run=str(error))
@@ -72,11 +72,11 @@ def measure_on_cuda(exported: Path, variant: Path, runner: OnnxRunner, of_varian
     )
 
 
-def open_on(runner: OnnxRunner, device: Device) -> OnnxRunner:
-    """Return a runner of the same file on another device. Raises ExportRefused if onnxruntime cannot run it there."""
+def open_on_cuda(runner: OnnxRunner) -> OnnxRunner:
+    """Return a runner of the same file on the GPU. Raises ExportRefused if onnxruntime cannot run it there."""
     if not runner.runtime.startswith("onnxruntime"):
         raise ExportRefused(f"it runs under {runner.runtime}, which has no GPU")
-    other = runner.on(device)
+    other = runner.on("cuda")
     if not other.runtime.startswith("onnxruntime"):
-        raise ExportRefused(f"onnxruntime cannot run it on {PROVIDERS[device]}; the log has the reason")
+        raise ExportRefused(f"onnxruntime cannot run it on {PROVIDERS['cuda']}; the log has the reason")
     return other

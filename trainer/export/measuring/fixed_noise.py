@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.export.model_file import ModelFile
-from onward.trainer.onnx_graph.files.index import inner_graphs, nodes_inside
+from onward.trainer.onnx_graph.files.index import inner_graphs, nodes_inside, replace_entries
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.surgery.stochastic_depth import RANDOM
 from onward.trainer.onnx_import.ops.random import RandomNode
@@ -64,8 +64,7 @@ class NoiseSessions:
         random_nodes = [node for node in copy.graph.node if node.op_type in RANDOM]
         fixed = {name for node in random_nodes for name in node.output} & drawn.keys()
         kept = [node for node in copy.graph.node if not fixed & set(node.output)]
-        del copy.graph.node[:]
-        copy.graph.node.extend(kept)
+        replace_entries(copy.graph, node=kept)
         # what the removed nodes drew becomes inputs, without a shape: it may depend on the batch
         for name in sorted(fixed):
             element_type = helper.np_dtype_to_tensor_dtype(drawn[name].dtype)

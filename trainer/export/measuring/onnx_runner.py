@@ -40,7 +40,7 @@ from onward.trainer.export.measuring.reference_evaluator import open_reference
 from onward.trainer.export.measuring.rounding_neighbours import Neighbours
 from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
-from onward.trainer.onnx_graph.files.index import HALF_TYPES, length_of
+from onward.trainer.onnx_graph.files.index import HALF_TYPES, inputs_of, length_of
 from onward.trainer.onnx_graph.files.onnxruntime_session import Device, open_session
 from onward.trainer.onnx_graph.surgery.quantizing import output_steps
 from onward.trainer.onnx_graph.surgery.row_layout import RowLayout, read_layout
@@ -76,8 +76,7 @@ class OnnxRunner:
     ) -> None:
         self._data, self._device, self._exact = data, device, exact
         structure = model.proto if isinstance(model, ModelFile) else model
-        stored = {tensor.name for tensor in structure.graph.initializer}
-        self._inputs = [value for value in structure.graph.input if value.name not in stored]
+        self._inputs = inputs_of(structure.graph)
         self._layout = read_layout(structure.graph, data.model) if data.model else RowLayout()
         self._fed = [value for value in self._inputs if value.name not in self._layout.bound]
         outputs = [value.name for value in structure.graph.output]

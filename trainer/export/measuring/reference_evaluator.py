@@ -35,9 +35,5 @@ def open_reference(model: ModelFile | onnx.ModelProto) -> TimedEvaluator:
 
     # abstract classes between OpRun and an operator have no domain
     operators = [kind for kind in subclasses(OpRun) if getattr(kind, "op_domain", "")]
-    own = [operator for operator in operators if not _is_part_of_onnx(operator)]
+    own = [operator for operator in operators if operator.__module__.split(".")[0] != "onnx"]
     return TimedEvaluator(str(model.path) if isinstance(model, ModelFile) else model, new_ops=own)
-
-
-def _is_part_of_onnx(kind: type[Any]) -> bool:
-    return kind.__module__.split(".")[0] == "onnx"

@@ -165,7 +165,8 @@ class Fitting:
         first = self._op("Floor", self._add(self._op("Sub", centre, reach), 0.5))
         last = self._op("Floor", self._add(self._op("Add", centre, reach), 0.5))
         in_reach = self._op("And", self._op("Greater", pixel, self._add(first, -0.5)), self._op("Less", pixel, last))
-        distance = self._op("Mul", self._add(self._op("Sub", pixel, centre), 0.5), self._reciprocal(stretched))
+        share = self._op("Div", self._number(1.0), stretched)
+        distance = self._op("Mul", self._add(self._op("Sub", pixel, centre), 0.5), share)
         weights = self._op("Mul", self._filter(distance), self._double(self._op("And", in_reach, inside)))
         ones = self._op("Add", self._op("Mul", pixel, self._number(0.0)), self._number(1.0))
         sums = self._op("MatMul", weights, self._op("Reshape", ones, self._nodes.constant([-1, 1])))
@@ -226,9 +227,6 @@ class Fitting:
 
     def _add(self, value: str, number: float) -> str:
         return self._op("Add", value, self._number(number))
-
-    def _reciprocal(self, value: str) -> str:
-        return self._op("Div", self._number(1.0), value)
 
     def _double(self, value: str) -> str:
         return self._op("Cast", value, to=TensorProto.DOUBLE)

@@ -39,7 +39,7 @@ from onward.trainer.export.preprocessing import image_nodes
 from onward.trainer.export.preprocessing.box_nodes import box_outputs
 from onward.trainer.export.preprocessing.image_nodes import fitted_pixels
 from onward.trainer.export.preprocessing.preprocessing_file import describe
-from onward.trainer.onnx_graph.files.index import length_of
+from onward.trainer.onnx_graph.files.index import length_of, opsets_of, replace_entries
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.files.whole_models import write_whole
 from onward.trainer.onnx_graph.node_builder import GraphExtender
@@ -148,9 +148,7 @@ def add_preprocessing(model: onnx.ModelProto, recipe: Preprocessing) -> dict[str
     if not names:
         raise ExportRefused("no input has any preprocessing to put in front")
     # nodes must be sorted topologically, so the new ones come first
-    nodes = [*graph.node[count:], *graph.node[:count]]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    replace_entries(graph, node=[*graph.node[count:], *graph.node[:count]])
     model.ir_version = max(model.ir_version, 4)  # before, every initializer had to be an input
     return names
 
@@ -159,7 +157,7 @@ def _check_opsets(model: onnx.ModelProto, recipe: Preprocessing) -> None:
     """Raise ExportRefused if the file's opset has not all the nodes. Import the domain of LabelEncoder if needed."""
     has_images = any(isinstance(how, ImageInput) for how in recipe.inputs.values())
     least, what = (image_nodes.LEAST_OPSET, "resize images") if has_images else (LEAST_OPSET, "compute columns")
-    opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    opset = opsets_of(model).get("", 0)
     if opset < least:
         raise ExportRefused(
             f"the file has opset {opset}, but the nodes that {what} need {least} or later; export the model again with "

@@ -56,9 +56,9 @@ def unusable(recipe: Mapping[str, Any], inputs: Sequence[str]) -> str:
     return ""
 
 
-def few(names: Sequence[str], most: int = 12) -> str:
+def few(names: Sequence[str]) -> str:
     """Return some names for a message."""
-    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(map(str, names[:12])) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def model_inputs(recipe: Mapping[str, Any], rows: Rows, folder: Path | str) -> dict[str, Array]:

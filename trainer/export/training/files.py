@@ -19,20 +19,18 @@ of [graph] dropout and the adapters of [lora] are Onward's own and not in it.
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig, export_problems
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.update_rules import training_files_problems
+from onward.trainer.data.formats.npz_files import npz_content
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.training.gradients import gradient_of, training_model, updated
 from onward.trainer.export.training.loss_graph import (
@@ -202,7 +200,7 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     for name, content in contents.items():
         with durable_file(folder / name) as file:
             file.write_bytes(content)
-    write_durably(folder / "weights.npz", _archive({name: tensors[name] for name in own}))
+    write_durably(folder / "weights.npz", npz_content({name: tensors[name].numpy() for name in own}))
     artifacts = {name.removesuffix(".onnx"): _artifact(folder / name, proto) for name, proto in files.items()}
     records = _loss_records(losses, names, evaluation)
     labels = count = correct = ""
@@ -254,16 +252,6 @@ def _content(name: str, model: onnx.ModelProto) -> bytes:
     except Exception as error:  # the checker's, and shape inference's own: they share no base
         raise ExportRefused(f"{name}: onnx.checker: {error}") from error
     return bytes(model.SerializeToString())
-
-
-def _archive(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the bytes of an .npz file. np.savez cannot store an array named as one of its parameters."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        for name, tensor in tensors.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, tensor.numpy(), allow_pickle=False)
-    return content.getvalue()
 
 
 def _weight_names(weight: str, state: Mapping[str, str]) -> WeightNames:

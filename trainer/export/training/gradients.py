@@ -33,7 +33,7 @@ from onward.trainer.export.training.decompositions import DECOMPOSITIONS, Decomp
 from onward.trainer.export.training.loss_graph import LossNames, label_dims
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.onnx_graph.files.element_types import torch_dtype
-from onward.trainer.onnx_graph.files.index import subgraphs
+from onward.trainer.onnx_graph.files.index import inputs_of, subgraphs
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.tracing.trial_sizes import trial_sizes
 
@@ -115,12 +115,9 @@ def _sentence(error: BaseException) -> str:
 def _examples(model: onnx.ModelProto) -> Iterator[list[Example]]:
     """Yield inputs of the sizes that the importer tries, each set of sizes once."""
     tried: list[list[tuple[int, ...]]] = []
-    stored = {tensor.name for tensor in model.graph.initializer}
-    for lengths, _ in trial_sizes(model.graph, stored):
+    for lengths, _ in trial_sizes(model.graph):
         examples = []
-        for value in model.graph.input:
-            if value.name in stored:
-                continue
+        for value in inputs_of(model.graph):
             dims = value.type.tensor_type.shape.dim
             pairs = [lengths[value.name, dim] for dim in range(len(dims))]
             names = {}

@@ -26,8 +26,8 @@ from onward.trainer.export.training.loss_nodes import FORMULAS, LossInputs, clas
 from onward.trainer.model.losses.losses_in_units import LEAST, label_axis
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.files import loss_files
-from onward.trainer.onnx_graph.files.index import length_of, nodes_of
-from onward.trainer.onnx_graph.files.loss_files import LEAST_OPSET, opset_of, too_old, unknown_shape
+from onward.trainer.onnx_graph.files.index import length_of, nodes_of, opsets_of
+from onward.trainer.onnx_graph.files.loss_files import LEAST_OPSET, too_old, unknown_shape
 from onward.trainer.onnx_graph.files.ml_types import DOMAIN
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 from onward.trainer.onnx_graph.node_builder import GraphExtender
@@ -176,7 +176,7 @@ def _inlined_copy(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _append_losses(model: onnx.ModelProto, losses: Sequence[LossConfig], names: LossNames) -> None:
     """Append labels, formulas and weights in place."""
-    if (opset := opset_of(model)) < LEAST_OPSET:
+    if (opset := opsets_of(model).get("", 0)) < LEAST_OPSET:
         raise UnsupportedModel(too_old(opset))
     # the outputs of the file stay, behind the losses
     before = list(model.graph.output)

@@ -38,7 +38,7 @@ from onward.trainer.export.measuring.onnx_runner import Array, OnnxRunner
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.variants.half_precision import in_half_precision, refuse_overflow, with_types
 from onward.trainer.export.without_loss import write_without_loss
-from onward.trainer.onnx_graph.files.index import known_types, locations, nodes_between
+from onward.trainer.onnx_graph.files.index import known_types, locations, nodes_between, opsets_of, replace_entries
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES, data_file_of, whole_file, write_whole
@@ -120,14 +120,11 @@ def _made(
             if inner:
                 _drop_outputs(partial, inner)
                 found = found.model_copy(update=_sizes(partial, target, size))
-    except (ExportRefused, OSError) as error:
-        if storage := storage_error(error, exported):
-            raise storage from error
-        return base.model_copy(update={"refused": str(error)})
     except Exception as error:  # errors of quantizers and of onnxruntime have no common base class
         if storage := storage_error(error, exported):
             raise storage from error
-        return base.model_copy(update={"refused": f"{type(error).__name__}: {error}"})
+        why = str(error) if isinstance(error, ExportRefused | OSError) else f"{type(error).__name__}: {error}"
+        return base.model_copy(update={"refused": why})
     return found
 
 
@@ -176,11 +173,8 @@ def _drop_outputs(path: Path, names: Sequence[str]) -> None:
     graph = model.graph
     kept = [value for value in model.graph.output if value.name not in names]
     nodes, needed = nodes_between(graph, [value.name for value in kept], set())
-    fields = {"output": kept, "node": nodes, "initializer": [each for each in graph.initializer if each.name in needed]}
-    for field, entries in fields.items():
-        copies = [type(entry).FromString(entry.SerializeToString()) for entry in entries]  # clearing invalidates them
-        graph.ClearField(field)
-        getattr(graph, field).extend(copies)
+    tensors = [each for each in graph.initializer if each.name in needed]
+    replace_entries(graph, output=kept, node=nodes, initializer=tensors)
     write_whole(model, path)
 
 
@@ -252,7 +246,7 @@ def _halved(element_type: int) -> Callable[..., None]:
 
     def make(exported: ModelFile, target: Path, runner: OnnxRunner, most: int) -> None:
         model = _with_initializers(exported)
-        opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+        opset = opsets_of(model)[""]
         if element_type == TensorProto.BFLOAT16 and opset < 13:
             raise ExportRefused(f"bfloat16 weights need opset 13; the file has {opset}")
         # every reader stays unchanged: the Cast gets the weight's old name as its output, and the stored half a new one
@@ -282,9 +276,7 @@ def _halved(element_type: int) -> Callable[..., None]:
         if not casts:
             raise ExportRefused(f"no fp32 weight has {MIN_HALVED_ELEMENTS} elements or more: there is nothing to gain")
         # nodes must be sorted topologically, so the Casts come first
-        nodes = [*casts, *graph.node]
-        del graph.node[:]
-        graph.node.extend(nodes)
+        replace_entries(graph, node=[*casts, *graph.node])
         write_whole(model, target, most=most)
 
     return make

@@ -96,14 +96,14 @@ def _twice(g: GraphWriter, x: str, name: str, inputs: int, outputs: int) -> str:
     return g.op("ConvTranspose", x, weight, bias, kernel_shape=[2, 2], strides=[2, 2])
 
 
-def build_two_heads(*, num_classes: int, image_size: int, width: int = 16, seed: int = 0) -> onnx.ModelProto:
+def build_two_heads(*, num_classes: int, image_size: int) -> onnx.ModelProto:
     """Build a convolutional network with two outputs: `image` [batch, 3, S, S] -> `kind` [batch, num_classes], `centre`
     [batch, 2]. S is a multiple of 8."""
-    g = GraphWriter("two_heads", seed=seed)
+    g = GraphWriter("two_heads")
     x = g.input("image", ("batch", 3, image_size, image_size))
     channels = 3
     for layer in range(3):
-        outputs = width << layer
+        outputs = 16 << layer
         x = g.op("Relu", _conv_norm(g, x, f"{layer}.conv", f"{layer}.bn", (outputs, channels, 3, 3)))
         x = _half(g, x)
         channels = outputs
@@ -113,7 +113,7 @@ def build_two_heads(*, num_classes: int, image_size: int, width: int = 16, seed:
     return _with_heads(g, x, 64, {"kind": ("kind", num_classes), "centre": ("centre", 2)})
 
 
-def build_detector(*, num_classes: int, image_size: int, width: int = 16, seed: int = 0) -> onnx.ModelProto:
+def build_detector(*, num_classes: int, image_size: int) -> onnx.ModelProto:
     """Build a detector in the form of YOLOv8: `images` [batch, 3, S, S] -> `output0` [batch, 4 + num_classes, cells].
 
     S is a multiple of 32. Each cell of strides 8, 16 and 32 predicts the centre and size of a box in pixels, and the
@@ -126,14 +126,14 @@ def build_detector(*, num_classes: int, image_size: int, width: int = 16, seed: 
                       \\         |        /
                        joined: softmax of distances, corners, sigmoid of classes - output0
     """
-    g = GraphWriter("detector", seed=seed)
-    x = _silu(g, g.input("images", ("batch", 3, image_size, image_size)), "stem.0", 3, width, stride=2)
-    x = _silu(g, x, "stem.1", width, width, stride=2)
-    raw, channels = [], width
+    g = GraphWriter("detector")
+    x = _silu(g, g.input("images", ("batch", 3, image_size, image_size)), "stem.0", 3, 16, stride=2)
+    x = _silu(g, x, "stem.1", 16, 16, stride=2)
+    raw, channels = [], 16
     for stride in DETECTOR_STRIDES:
-        x = _silu(g, x, f"stage{stride}.0", channels, 2 * width, stride=2)
-        x = _silu(g, x, f"stage{stride}.1", 2 * width, 2 * width)
-        channels = 2 * width
+        x = _silu(g, x, f"stage{stride}.0", channels, 32, stride=2)
+        x = _silu(g, x, f"stage{stride}.1", 32, 32)
+        channels = 32
         # few cells have an object: at the beginning each class has a probability of 1 %, and the bins equal shares
         parts = {"box": (4 * DISTANCE_BINS, 1.0), "class": (num_classes, math.log(0.01))}
         found = [_raw_branch(g, x, f"{part}{stride}", channels, *sizes) for part, sizes in parts.items()]
@@ -194,15 +194,11 @@ def build_bert(
     *,
     vocab_size: int,
     num_classes: int,
-    sequence_length: int = 64,
-    num_layers: int = 2,
-    num_heads: int = 4,
     width: int = 64,
-    seed: int = 0,
 ) -> onnx.ModelProto:
     """Build a BERT classifier: `input_ids`, `attention_mask`, `token_type_ids` int64 [batch, sequence] -> `logits`
-    [batch, num_classes]. `sequence` is at most `sequence_length`."""
-    g = GraphWriter("bert", seed=seed)
+    [batch, num_classes]. `sequence` is at most 64."""
+    g = GraphWriter("bert")
     ids, mask, types = (
         g.input(name, ("batch", "sequence"), TensorProto.INT64)
         for name in ("input_ids", "attention_mask", "token_type_ids")
@@ -211,13 +207,13 @@ def build_bert(
     positions = g.op("Range", g.weight("zero", np.array(0)), length, "one")
     x = _embedding(g, "word_embeddings", vocab_size, width, ids)
     x = g.op("Add", x, _embedding(g, "token_type_embeddings", 2, width, types))
-    x = g.op("Add", x, _embedding(g, "position_embeddings", sequence_length, width, positions))
+    x = g.op("Add", x, _embedding(g, "position_embeddings", 64, width, positions))
     x = layer_norm(g, x, "bert.embeddings.LayerNorm", width)
     # [batch, 1, 1, sequence], true where the key is no padding
     kept = g.op("Unsqueeze", g.op("Cast", mask, to=TensorProto.BOOL), g.weight("head_axes", [1, 2]))
-    for layer in range(num_layers):
+    for layer in range(2):
         name = f"bert.encoder.layer.{layer}"
-        h = _self_attention(g, x, kept, f"{name}.attention", width, num_heads)
+        h = _self_attention(g, x, kept, f"{name}.attention", width, 4)
         x = layer_norm(g, g.op("Add", x, h), f"{name}.attention.output.LayerNorm", width)
         h = g.op("Gelu", linear(g, x, f"{name}.intermediate.dense", g.normal(0.02, width, 4 * width)))
         h = linear(g, h, f"{name}.output.dense", g.normal(0.02, 4 * width, width))
@@ -250,12 +246,12 @@ def _self_attention(g: GraphWriter, x: str, kept: str, name: str, width: int, nu
     return linear(g, joined, f"{name}.output.dense", g.normal(0.02, width, width))
 
 
-def build_mlp(*, inputs: int, outputs: int, hidden: int = 64, seed: int = 0) -> onnx.ModelProto:
+def build_mlp(*, inputs: int, outputs: int) -> onnx.ModelProto:
     """Build a network of two hidden layers for tables: `features` [batch, inputs] -> `prediction` [batch, outputs]."""
-    g = GraphWriter("mlp", seed=seed)
-    x = g.op("Relu", _gemm(g, g.input("features", ("batch", inputs)), "fc1", inputs, hidden))
-    x = g.op("Relu", _gemm(g, x, "fc2", hidden, hidden))
-    return _with_heads(g, x, hidden, {"prediction": ("fc3", outputs)})
+    g = GraphWriter("mlp")
+    x = g.op("Relu", _gemm(g, g.input("features", ("batch", inputs)), "fc1", inputs, 64))
+    x = g.op("Relu", _gemm(g, x, "fc2", 64, 64))
+    return _with_heads(g, x, 64, {"prediction": ("fc3", outputs)})
 
 
 # -- layers

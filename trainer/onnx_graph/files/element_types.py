@@ -35,6 +35,9 @@ DTYPES: dict[int, torch.dtype] = {
 }
 """ONNX element type -> the torch type that holds its elements; strings and complex numbers have none."""
 
+HALVES: dict[int, torch.dtype] = {TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16}
+"""Types of half precision, as torch stores them."""
+
 PACKED = frozenset((TensorProto.INT4, TensorProto.UINT4, TensorProto.INT2, TensorProto.UINT2, TensorProto.FLOAT4E2M1))
 """Types of less than a byte. Their torch type does not identify them, so tensors carry them as `packed`."""
 

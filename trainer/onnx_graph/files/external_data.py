@@ -12,23 +12,12 @@ import numpy as np
 import torch
 from onnx import TensorProto
 
-from onward.trainer.onnx_graph.files.element_types import DTYPES
+from onward.trainer.onnx_graph.files.element_types import DTYPES, HALVES
 from onward.trainer.onnx_graph.files.external_ranges import ByteRange, byte_range
-from onward.trainer.onnx_graph.files.stored_protos import CHUNK_BYTES
+from onward.trainer.onnx_graph.files.stored_protos import BYTEWISE, CHUNK_BYTES
 from onward.trainer.onnx_graph.files.tensor_protos import read_tensor
 
-BYTEWISE_DTYPES: dict[int, torch.dtype] = {
-    TensorProto.FLOAT: torch.float32,
-    TensorProto.FLOAT16: torch.float16,
-    TensorProto.BFLOAT16: torch.bfloat16,
-    TensorProto.DOUBLE: torch.float64,
-    TensorProto.BOOL: torch.bool,
-    TensorProto.UINT8: torch.uint8,
-    TensorProto.INT8: torch.int8,
-    TensorProto.INT16: torch.int16,
-    TensorProto.INT32: torch.int32,
-    TensorProto.INT64: torch.int64,
-}
+BYTEWISE_DTYPES = {element_type: DTYPES[element_type] for element_type in BYTEWISE} | HALVES
 """Element types whose bytes in a file are those of a torch tensor of this type."""
 
 ALIGNMENT_BYTES = 4096

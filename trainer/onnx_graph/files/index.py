@@ -43,6 +43,42 @@ def opsets_of(model: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
     return {domain_of(entry): entry.version for entry in model.opset_import}
 
 
+def operator_of(node: onnx.NodeProto) -> str:
+    """Return the operator of a node, with its domain if it is none of ONNX's own."""
+    return f"{domain}.{node.op_type}" if (domain := domain_of(node)) else node.op_type
+
+
+# -- parts of a model
+
+
+def inputs_of(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """Return the inputs without initializers, which files with an IR version below 4 list as well."""
+    stored = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
+    return [value for value in graph.input if value.name not in stored]
+
+
+def part_with(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> onnx.ModelProto:
+    """Return a model of these nodes with the opsets, functions and names of another one, and nothing else of it."""
+    part = onnx.ModelProto(
+        ir_version=model.ir_version,
+        producer_name=model.producer_name,
+        domain=model.domain,
+        opset_import=model.opset_import,
+        functions=model.functions,
+    )
+    part.graph.name = model.graph.name
+    part.graph.node.extend(nodes)
+    return part
+
+
+def replace_entries(graph: onnx.GraphProto, **fields: Iterable[Any]) -> None:
+    """Replace all entries of these fields; the new ones may be among the former ones."""
+    for name, entries in fields.items():
+        copies = [type(entry).FromString(entry.SerializeToString()) for entry in entries]  # clearing invalidates them
+        graph.ClearField(name)
+        getattr(graph, name).extend(copies)
+
+
 # -- inner graphs: branches of If, bodies of Loop and Scan
 
 
@@ -127,8 +163,8 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
 
 def locations(model: onnx.ModelProto) -> list[str]:
     """Return the external data files of a model, relative to its directory."""
-    entries = (entry for tensor in all_tensors(model) for entry in tensor.external_data)
-    return sorted({entry.value for entry in entries if entry.key == "location"})
+    external = (tensor for tensor in all_tensors(model) if tensor.data_location == TensorProto.EXTERNAL)
+    return sorted({entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"})
 
 
 def attribute_value(attribute: onnx.AttributeProto) -> Any:
@@ -177,7 +213,7 @@ class Index:
     @property
     def computed(self) -> list[str]:
         """Return the names of the inputs and of all values computed from them."""
-        inputs = [value.name for value in self.graph.input if value.name not in self.stored]
+        inputs = [value.name for value in inputs_of(self.graph)]
         # without Constant nodes, which are among `makers` as well
         results = [name for name in self.makers if name not in self.stored]
         return inputs + results
@@ -246,14 +282,11 @@ def infer_types(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
 
 def without_large_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy in which the initializers of more than SMALL elements are inputs."""
-    # before IR version 4 every initializer had to be an input as well
-    light = onnx.ModelProto(ir_version=max(model.ir_version, 4))
-    light.opset_import.extend(model.opset_import)
-    light.functions.extend(model.functions)
     graph = model.graph
+    light = part_with(model, graph.node)
+    # before IR version 4 every initializer had to be an input as well
+    light.ir_version = max(model.ir_version, 4)
     target = light.graph
-    target.name = graph.name
-    target.node.extend(graph.node)
     declared = {value.name for value in graph.input}
     target.input.extend(graph.input)
     for tensor in graph.initializer:
@@ -265,6 +298,20 @@ def without_large_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
     target.output.extend(graph.output)
     target.value_info.extend(graph.value_info)
     return light
+
+
+def innermost_type(value: onnx.ValueInfoProto) -> onnx.TypeProto:
+    """Return the type of a value; of a sequence or an optional, that of what is in it."""
+    kind = value.type
+    while (which := kind.WhichOneof("value")) in ("sequence_type", "optional_type"):
+        kind = getattr(kind, which).elem_type
+    return kind
+
+
+def shape_text(value: onnx.ValueInfoProto) -> str:
+    """Return the declared shape of a tensor, for messages: `[1, batch, ?]`."""
+    kind = value.type.tensor_type
+    return f"[{', '.join(map(dim_text, kind.shape.dim))}]" if kind.HasField("shape") else "of any shape"
 
 
 def element_type_name(element_type: int) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.trainer.onnx_graph.files.index import Index, graphs_of, known_types, nodes_of
+from onward.trainer.onnx_graph.files.index import Index, graphs_of, known_types, nodes_of, replace_entries
 
 DTYPES: Mapping[int, type[np.signedinteger[Any]]] = {TensorProto.INT32: np.int32, TensorProto.INT64: np.int64}
 """The types whose division can end the process; smaller ones are divided in int32."""
@@ -49,9 +49,7 @@ def guard_integer_divisions(model: onnx.ModelProto) -> onnx.ModelProto:
             kind = _kind(node, types)
             guard = kind in DTYPES and _may_overflow(node, index)
             nodes += _guarded(node, kind, names) if guard else [node]
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        del graph.node[:]
-        graph.node.extend(copies)
+        replace_entries(graph, node=nodes)
     return guarded
 
 

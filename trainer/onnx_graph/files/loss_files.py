@@ -18,18 +18,21 @@ from onnx import defs, helper, inliner, version_converter
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.files.external_ranges import external_problems, load_external
-from onward.trainer.onnx_graph.files.index import all_tensors, length_of, nodes_of
+from onward.trainer.onnx_graph.files.index import (
+    all_tensors,
+    domain_of,
+    inputs_of,
+    length_of,
+    nodes_of,
+    operator_of,
+    opsets_of,
+)
 from onward.trainer.onnx_graph.files.model_files import read_model
 
 Dim = TypeVar("Dim")
 
 LEAST_OPSET = 13
 """The first opset with ReduceSum and Unsqueeze over axes that are inputs, and the current SoftmaxCrossEntropyLoss."""
-
-
-def opset_of(model: onnx.ModelProto) -> int:
-    """Return the version of ONNX's own operators that a model uses; 0 if it names none."""
-    return max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
 
 
 def too_old(opset: int) -> str:
@@ -60,7 +63,7 @@ def read_loss_file(path: Path, opset: int) -> onnx.ModelProto:
         model = inliner.inline_local_functions(model) if model.functions else model
     except Exception as error:  # of onnx, of the file system, of external data: they share no base
         raise UnsupportedModel(f"loss.file {path} cannot be read: {error}") from error
-    inputs = _inputs(model)
+    inputs = inputs_of(model.graph)
     # the initializers that are listed as inputs would become operands of the loss
     del model.graph.input[:]
     model.graph.input.extend(inputs)
@@ -70,9 +73,9 @@ def read_loss_file(path: Path, opset: int) -> onnx.ModelProto:
             "inputs, output and labels, and one output"
         )
     nodes = list(nodes_of(model.graph))
-    if foreign := sorted({f"{node.domain}.{node.op_type}" for node in nodes if node.domain not in ("", "ai.onnx")}):
+    if foreign := sorted({operator_of(node) for node in nodes if domain_of(node)}):
         raise UnsupportedModel(f"loss.file {path} has operators that are not ONNX's own: {', '.join(foreign)}")
-    own = opset_of(model)
+    own = opsets_of(model).get("", 0)
     changed = sorted({node.op_type for node in nodes if _version(node, own) != _version(node, opset)})
     if changed:
         try:
@@ -90,12 +93,6 @@ def read_loss_file(path: Path, opset: int) -> onnx.ModelProto:
     return model
 
 
-def _inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    """Return the inputs without initializers, which old files list, too."""
-    stored = {tensor.name for tensor in model.graph.initializer}
-    return [value for value in model.graph.input if value.name not in stored]
-
-
 def _version(node: onnx.NodeProto, opset: int) -> int:
     try:
         return int(defs.get_schema(node.op_type, opset, "").since_version)
@@ -109,7 +106,7 @@ def label_dims(path: Path, output: Sequence[Dim]) -> list[Dim | int]:
     A dimension of the labels is a number, or has the name of a dimension of the file's input `output`. One without a
     name is that of the output's axis of the same number. Raises UnsupportedModel for any other.
     """
-    first, second = _inputs(read_model(path))
+    first, second = inputs_of(read_model(path).graph)
     names = [dim.dim_param for dim in first.type.tensor_type.shape.dim]
     known = {name: length for name, length in zip(names, output, strict=False) if name}
     lengths: list[Dim | int] = []

@@ -28,8 +28,7 @@ from onward.trainer.bounds import (
 )
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.files.attribute_bounds import attribute_problems
-from onward.trainer.onnx_graph.files.external_ranges import array_of
-from onward.trainer.onnx_graph.files.index import all_tensors, length_of, nodes_inside
+from onward.trainer.onnx_graph.files.index import all_tensors, innermost_type, length_of, nodes_inside
 
 TYPES = frozenset(int(number) for number in TensorProto.DataType.values())
 PACKED_BITS = {
@@ -230,9 +229,7 @@ def _declared_problems(model: onnx.ModelProto) -> Iterator[str]:
     """Yield what is wrong with the types of inputs, outputs and values between."""
     graph = model.graph
     for value in (*graph.input, *graph.output, *graph.value_info):
-        kind = value.type
-        while (which := kind.WhichOneof("value")) in ("sequence_type", "optional_type"):
-            kind = getattr(kind, which).elem_type
+        kind = innermost_type(value)
         if kind.tensor_type.elem_type not in TYPES:
             yield f"value {value.name!r} has element type {kind.tensor_type.elem_type}, which is no type of ONNX"
         # a negative length is what exporters of Paddle write for an unknown one (`index.length_of`)
@@ -287,13 +284,11 @@ def _num_values(tensor: TensorProto) -> float | None:
     return count / 2 if kind in (TensorProto.COMPLEX64, TensorProto.COMPLEX128) else count
 
 
-def stored_array(tensor: TensorProto, base: Path | None = None) -> np.ndarray[Any, Any]:
-    """Return the values of a tensor, in its shape. base: the directory of external data, which is refused without it.
+def stored_array(tensor: TensorProto) -> np.ndarray[Any, Any]:
+    """Return the values of a tensor, in its shape. Raises UnsupportedModel for external data.
 
     numpy_helper.to_array alone would look for the file in the working directory.
     """
-    if base is not None:
-        return array_of(tensor, base)
     if tensor.data_location == TensorProto.EXTERNAL:
         raise UnsupportedModel(
             f"tensor {tensor.name!r} is small and has its values in another file; store them in the ONNX file itself "

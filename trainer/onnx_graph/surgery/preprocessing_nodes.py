@@ -28,10 +28,13 @@ from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.files.index import (
     FLOAT_TYPES,
     Index,
+    inputs_of,
     known_types,
     names_read,
     nodes_between,
     nodes_inside,
+    operator_of,
+    part_with,
     subgraphs,
 )
 from onward.trainer.onnx_graph.outputs import unreadable_output, with_log_probabilities
@@ -122,7 +125,7 @@ def find_preprocessing(model: onnx.ModelProto, config: ModelConfig) -> Preproces
             "weights that a gradient changes, and nothing is left to train behind them; fit them with their library"
         )
     # initializers are operands but no inputs, also where an old file lists them as such
-    read = set().union(*map(names_read, nodes)) - _stored(graph)
+    read = set().union(*map(names_read, nodes)) - {tensor.name for tensor in graph.initializer}
     results = [name for node in nodes for name in node.output]
     inputs = tuple(value.name for value in graph.input if value.name in read)
     tensors = tuple(name for name in results if name in behind)
@@ -133,11 +136,7 @@ def preprocessing_model(model: onnx.ModelProto, found: Preprocessing) -> onnx.Mo
     """Return the pre-processing as a model of its own: from the graph's inputs to the tensors of numbers."""
     graph = model.graph
     types = known_types(model)
-    front = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name, domain=model.domain)
-    front.opset_import.extend(model.opset_import)
-    front.functions.extend(model.functions)
-    front.graph.name = graph.name
-    front.graph.node.extend(found.nodes)
+    front = part_with(model, found.nodes)
     read = set().union(*map(names_read, found.nodes))
     front.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in read)
     front.graph.input.extend(value for value in graph.input if value.name in found.inputs)
@@ -164,7 +163,7 @@ def describe(nodes: Iterable[onnx.NodeProto], tensors: Iterable[str]) -> str:
 
 def label_of(node: onnx.NodeProto) -> str:
     """Return the operator and the name of a node, for messages."""
-    operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+    operator = operator_of(node)
     name = node.name or next(filter(None, node.output), "")
     return operator if name == node.op_type else f"{operator} {name!r}"
 
@@ -176,8 +175,7 @@ def _may_have_any(graph: onnx.GraphProto) -> bool:
     """Return whether the graph can have pre-processing, without the inference of types, which takes long."""
     if has_untrained(graph):
         return True
-    stored = _stored(graph)
-    return any(_is_text(value) for value in graph.input if value.name not in stored)
+    return any(map(_is_text, inputs_of(graph)))
 
 
 def has_untrained(graph: onnx.GraphProto) -> bool:
@@ -273,10 +271,6 @@ def _holds_strings(kind: onnx.TypeProto) -> bool:
         return True
     inner = [getattr(kind, name).elem_type for name in ("sequence_type", "optional_type") if kind.HasField(name)]
     return any(map(_holds_strings, inner))
-
-
-def _stored(graph: onnx.GraphProto) -> set[str]:
-    return {tensor.name for tensor in graph.initializer}
 
 
 # -- weights in front

@@ -26,7 +26,7 @@ from onnx import helper, numpy_helper
 
 from onward.trainer.config.sections.model import LoraConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import Index, attributes_of, domain_of
+from onward.trainer.onnx_graph.files.index import Index, attributes_of, domain_of, replace_entries
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ def add_quantized_adapters(model: onnx.ModelProto, config: LoraConfig, *, seed: 
         all_nodes: list[onnx.NodeProto] = []
         for node in model.graph.node:
             all_nodes += (node, *added.get(next(iter(node.output), ""), ()))
-        del model.graph.node[:]
-        model.graph.node.extend(all_nodes)
+        replace_entries(model.graph, node=all_nodes)
     return tuple(factors)
 
 

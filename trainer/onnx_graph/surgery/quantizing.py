@@ -16,6 +16,7 @@ import onnx
 from onnx import numpy_helper
 
 from onward.trainer.config.sections.quantize import QuantizeConfig
+from onward.trainer.onnx_graph.files.index import opsets_of
 from onward.trainer.onnx_graph.files.model_files import stored_array
 from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES
 
@@ -29,7 +30,7 @@ def quantizing_problems(model: onnx.ModelProto, settings: QuantizeConfig, *, siz
     from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
     problems = []
-    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    opset = opsets_of(model).get("", 0)
     if num_present := sum(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in model.graph.node):
         problems.append(
             f"quantize.aware: the file has {num_present} QuantizeLinear and DequantizeLinear nodes already, and is "

@@ -23,7 +23,7 @@ from onnx import helper, numpy_helper
 
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, did_you_mean, subgraphs
+from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, did_you_mean, inputs_of, replace_entries, subgraphs
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -161,10 +161,7 @@ def rows_first(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
     constants: list[onnx.NodeProto] = []
     for name, bound in layout.bound.items():
         constants += _constant(name, bound, _counted(inputs))
-    nodes = [*front, *constants, *graph.node, *behind]
-    del graph.node[:], graph.input[:]
-    graph.node.extend(nodes)
-    graph.input.extend(inputs)
+    replace_entries(graph, node=[*front, *constants, *graph.node, *behind], input=inputs)
     return changed
 
 
@@ -194,8 +191,7 @@ def shown_shape(value: onnx.ValueInfoProto) -> str:
 
 
 def _inputs(graph: onnx.GraphProto) -> dict[str, onnx.ValueInfoProto]:
-    stored = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
-    return {value.name: value for value in graph.input if value.name not in stored}
+    return {value.name: value for value in inputs_of(graph)}
 
 
 def _given_axis(name: str, axis: int, value: onnx.ValueInfoProto, problems: list[str]) -> Iterator[int]:

@@ -34,7 +34,14 @@ from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 from onnx import helper, shape_inference
 
 from onward.trainer.onnx_graph.files.external_ranges import is_external
-from onward.trainer.onnx_graph.files.index import attributes_of, dims_of, inner_graphs, nodes_inside, nodes_of
+from onward.trainer.onnx_graph.files.index import (
+    attributes_of,
+    dims_of,
+    inner_graphs,
+    nodes_inside,
+    nodes_of,
+    without_large_tensors,
+)
 from onward.trainer.onnx_graph.files.model_files import stored_array
 from onward.trainer.onnx_graph.files.stored_protos import load_small_tensors
 
@@ -377,19 +384,8 @@ def _is_inverse(scale: float, keep: float) -> bool:
 
 
 def _known_dims(model: onnx.ModelProto) -> dict[str, list[int | None]]:
-    """Return the shapes of the values of the main graph, by ONNX's shape inference on a copy without weights."""
-    lean = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
-    lean.graph.name = "lean"
-    lean.graph.node.extend(model.graph.node)
-    lean.graph.output.extend(model.graph.output)
-    lean.graph.value_info.extend(model.graph.value_info)
-    stored = {tensor.name for tensor in model.graph.initializer}
-    lean.graph.input.extend(value for value in model.graph.input if value.name not in stored)
-    for tensor in model.graph.initializer:
-        if not is_external(tensor) and math.prod(tensor.dims) <= SMALL:
-            lean.graph.initializer.append(tensor)
-        else:
-            lean.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    """Return the shapes of the values of the main graph, by ONNX's shape inference on a copy without large tensors."""
+    lean = without_large_tensors(model)
     values = [*model.graph.value_info, *model.graph.input]
     # data_prop: shapes that the graph itself computes, as those of the masks, are followed
     try:

@@ -20,7 +20,7 @@ import onnx
 from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import UNTIED, Index, did_you_mean, known_types, nodes_between
+from onward.trainer.onnx_graph.files.index import UNTIED, Index, did_you_mean, known_types, nodes_between, part_with
 from onward.trainer.onnx_graph.outputs import is_numeric, unreadable_output, with_log_probabilities
 from onward.trainer.onnx_graph.shared_parameters import Use, parameters_read
 from onward.trainer.onnx_graph.surgery.new_detector_head import replace_detector_head
@@ -117,11 +117,7 @@ def extract_subgraph(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelP
     types = known_types(model)
     outputs = config.named_outputs(graph.output[0].name)
     kept, needed = nodes_between(graph, outputs, set(config.start))
-    part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name, domain=model.domain)
-    part.opset_import.extend(model.opset_import)
-    part.functions.extend(model.functions)
-    part.graph.name = graph.name
-    part.graph.node.extend(kept)
+    part = part_with(model, kept)
     for node in part.graph.node:  # a node may compute a start tensor and another one that is still read
         for position, name in enumerate(node.output):
             if name in config.start:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.files.element_types import DTYPES, torch_dtype
-from onward.trainer.onnx_graph.files.index import HALF_TYPES, locations
+from onward.trainer.onnx_graph.files.index import HALF_TYPES, inputs_of, locations
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos
 from onward.trainer.onnx_graph.surgery.strip_training import strip_training
@@ -140,9 +140,7 @@ def _module(module: torch.nn.Module) -> Compute:
 
 def _trial(model: onnx.ModelProto, declared: int, compute: Compute) -> _Trial | str:
     """Return the file's results on made-up rows on which it runs, or why there are none."""
-    stored = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in stored]
-    if single := [value.name for value in inputs if not value.type.tensor_type.shape.dim]:
+    if single := [value.name for value in inputs_of(model.graph) if not value.type.tensor_type.shape.dim]:
         return f"input {single[0]!r} has no rows, so that nothing is proved"
     problem = "no rows can be made up for its inputs, so that nothing is proved"
     # more rows than a batch, so that groups of rows differ and overlap
@@ -168,13 +166,12 @@ def made_up_rows(model: onnx.ModelProto, rows: int) -> Iterator[list[Tensor]]:
     Integers are below the number of rows of the table that they index; some models take none but 0 and 1, or none but 1
     (a length), or need another length (an image).
     """
-    stored = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in stored]
+    inputs = inputs_of(model.graph)
     kinds = {value.name: value.type.tensor_type for value in inputs}
     if not all(kind.elem_type in DTYPES for kind in kinds.values()):
         return
     tried: set[tuple[tuple[int, ...], ...]] = set()
-    for lengths, _ in trial_sizes(model.graph, stored, widen=True):
+    for lengths, _ in trial_sizes(model.graph, widen=True):
         dims = [len(value.type.tensor_type.shape.dim) for value in inputs]
         shapes = tuple(
             (rows, *(lengths[value.name, dim][0] for dim in range(1, rank)))

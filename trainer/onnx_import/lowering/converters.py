@@ -30,16 +30,12 @@ def onnx2torch_registry() -> dict[Any, Converter]:
     return converters
 
 
-def _is_registered_by_user(converter: Converter) -> bool:
-    return not converter.__module__.startswith("onnx2torch.")
-
-
 def user_converter(node: onnx.NodeProto, version: int) -> Converter | None:
     """Return the converter that a user registered through `onnx2torch.add_converter`, if there is one."""
     if "onnx2torch" not in sys.modules:  # then nobody can have registered one
         return None
     converter = onnx2torch_registry().get((node.domain, node.op_type, version))
-    return converter if converter is not None and _is_registered_by_user(converter) else None
+    return None if converter is None or converter.__module__.startswith("onnx2torch.") else converter
 
 
 def onnx2torch_converter(node: onnx.NodeProto, version: int) -> Converter | None:

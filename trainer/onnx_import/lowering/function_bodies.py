@@ -10,7 +10,7 @@ import onnx
 import torch
 from onnx import defs, helper
 
-from onward.trainer.onnx_graph.files.index import domain_of, subgraphs
+from onward.trainer.onnx_graph.files.index import domain_of, replace_entries, subgraphs
 from onward.trainer.onnx_graph.files.tensor_protos import read_tensor
 from onward.trainer.onnx_import.tracing.values import Traced, Value, element_type
 
@@ -153,10 +153,6 @@ def _hoist(
         node.input[:] = [renamed.get(name, name) for name in node.input]
         for i, inner in enumerate(subgraphs(node)):
             _hoist(inner, f"{prefix}/{position}/{i}", renamed, tensors, base)
-    # `del graph.node[:]` invalidates references to its nodes, so copy them before
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
     for value in graph.output:
         value.name = renamed.get(value.name, value.name)
-    del graph.initializer[:]
-    del graph.node[:]
-    graph.node.extend(kept)
+    replace_entries(graph, node=kept, initializer=())

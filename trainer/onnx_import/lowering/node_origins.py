@@ -13,9 +13,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import onnx
 from torch import fx
+
+from onward.trainer.onnx_graph.files.index import operator_of
 
 ORIGIN = "origin"
 FUSED = "fused"
@@ -36,8 +39,7 @@ class Origin:
 def mark_origin(graph: fx.Graph, recorded: int, node: onnx.NodeProto) -> None:
     """Note the ONNX node as the origin of every call that was recorded since the graph had `recorded` nodes."""
     output = next(filter(None, node.output), "")
-    operator = f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
-    origin = Origin(output, node.name or output, operator)
+    origin = Origin(output, node.name or output, operator_of(node))
     for call in itertools.islice(reversed(graph.nodes), max(0, len(graph.nodes) - recorded)):
         call.meta.setdefault(ORIGIN, origin)
 
@@ -77,12 +79,18 @@ def rename_origins(call: fx.Node, prefix: str) -> None:
 
 def origin_of(call: fx.Node) -> Origin | None:
     """Return the node of the file that a call belongs to: its own, else that of the nearest call that reads it."""
+    origin: Origin | None = nearest(call, ORIGIN)
+    return origin
+
+
+def nearest(call: fx.Node, key: str) -> Any:
+    """Return what the metadata of a call has under a key, else that of the nearest call that reads it; else None."""
     seen = set[fx.Node]()
     waiting = [call]
     while waiting:
         each = waiting.pop(0)
-        if (origin := each.meta.get(ORIGIN)) is not None:
-            return origin  # type: ignore[no-any-return]
+        if found := each.meta.get(key):
+            return found
         if each not in seen:
             seen.add(each)
             waiting += [user for user in each.users if user.op != "output"]

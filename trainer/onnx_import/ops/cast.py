@@ -6,14 +6,13 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_graph.files.element_types import PACKED, torch_dtype
+from onward.trainer.onnx_graph.files.element_types import HALVES, PACKED, torch_dtype
 from onward.trainer.onnx_graph.files.index import element_type_name
 from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.lowering.integer_storage import before_storage
 from onward.trainer.onnx_import.tracing.values import Value
 
 INT_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
-HALVES: dict[int, torch.dtype] = {TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16}
 
 
 @lower("Cast", since=(6, 9, 13, 19, 21, 23, 24, 25, 28))

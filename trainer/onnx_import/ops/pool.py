@@ -20,11 +20,13 @@ Window = Sequence[Sequence[int]]
 """Kernel, strides, dilations."""
 
 
-def _window(c: Call, x: Value) -> tuple[Window, list[int] | None, bool]:
-    """Return the window, its pads (None: auto_pad on a dynamic dimension), and whether lengths are rounded up."""
+def _window(c: Call, x: Value) -> tuple[Window, list[int] | None, bool, bool]:
+    """Return the window, its pads (None: auto_pad on a dynamic dimension), whether lengths are rounded up, and whether
+    of an odd number of pads the last side gets one more."""
     rank = x.ndim - 2
     window = [list(c.attr("kernel_shape")), c.attr("strides", [1] * rank), c.attr("dilations", [1] * rank)]
-    return window, pads_of(c, x, window), bool(c.attr("ceil_mode", 0))
+    upper = c.attr("auto_pad", "NOTSET") == "SAME_UPPER"
+    return window, pads_of(c, x, window), bool(c.attr("ceil_mode", 0)), upper
 
 
 def _torch_supports(window: Window, pads: Sequence[int] | None) -> bool:
@@ -96,8 +98,7 @@ def max_pool_with_indices(
 def max_pool_(c: Call, x: Value) -> Value:
     function = for_spatial_dims(MAX_POOL, x)
     rank = x.ndim - 2
-    window, pads, ceil = _window(c, x)
-    upper = c.attr("auto_pad", "NOTSET") == "SAME_UPPER"
+    window, pads, ceil, upper = _window(c, x)
     column_major = bool(c.attr("storage_order", 0))
     # the flat indices cost time, and are computed only where something reads the second result
     if c.wants(1):
@@ -175,8 +176,7 @@ def average_pool(
 def average_pool_(c: Call, x: Value) -> Value:
     function = for_spatial_dims(AVERAGE_POOL, x)
     rank = x.ndim - 2
-    window, pads, ceil = _window(c, x)
-    upper = c.attr("auto_pad", "NOTSET") == "SAME_UPPER"
+    window, pads, ceil, upper = _window(c, x)
     count_pads = bool(c.attr("count_include_pad", 0))
     # torch has no average over a dilated window
     dilated = any(dilation != 1 for dilation in window[2])
@@ -205,8 +205,7 @@ def lp_pool(
 @lower("LpPool", since=(2, 11, 18, 22))
 def lp_pool_(c: Call, x: Value) -> Value:
     for_spatial_dims(AVERAGE_POOL, x)
-    window, pads, ceil = _window(c, x)
-    upper = c.attr("auto_pad", "NOTSET") == "SAME_UPPER"
+    window, pads, ceil, upper = _window(c, x)
     return c(lp_pool, x, c.attr("p", 2), window, pads, ceil, upper)
 
 

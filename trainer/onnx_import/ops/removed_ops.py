@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from onnx import TensorProto
 
 from onward.trainer.onnx_import.lowering.converter_table import RULES, Call, Rule, lower
+from onward.trainer.onnx_import.ops.elementwise import scaled_elu
 from onward.trainer.onnx_import.ops.norm import Dropout
 from onward.trainer.onnx_import.tracing.values import Value
 
@@ -58,11 +58,7 @@ for _name in HINTED:
 @lower("Selu", since=(1,))
 def selu(c: Call, x: Value) -> Value:
     c.attr("consumed_inputs")
-    return c(_selu, x, c.attr("alpha", 1.6732), c.attr("gamma", 1.0507))
-
-
-def _selu(x: torch.Tensor, alpha: float, gamma: float) -> torch.Tensor:
-    return gamma * F.elu(x, alpha=alpha)
+    return c(scaled_elu, x, c.attr("alpha", 1.6732), c.attr("gamma", 1.0507))
 
 
 @lower("PRelu", since=(1, 6))

@@ -8,6 +8,7 @@ Results in evaluation stay the same bit for bit, and the written file has no suc
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def _drop_embeddings(module: fx.GraphModule, ratio: float) -> list[str]:
     for node in nodes:
         # positions computed from the length alone select rows too, but they are added to an embedding, which is found
         # by itself
-        if is_call(node, gather_rows) and _is_weight(module, node.args[0]) and _reads_input(node.args[1]):
+        if is_call(node, gather_rows) and _is_weight(module, node.args[0]) and reads_input(node.args[1]):
             embeddings.setdefault(_with_positions(module, node), []).append(str(node.args[0].target))
         # a vision transformer has no embedding of ids: dropout goes where positions are added to the patches
         elif _adds_positions(module, node) and not embeddings:
@@ -198,11 +199,10 @@ def _attach(module: fx.GraphModule, name: str, child: nn.Module) -> str:
 def _is_weight(module: fx.GraphModule, value: object) -> bool:
     if not isinstance(value, fx.Node) or value.op != "get_attr":
         return False
-    owner, _, leaf = str(value.target).rpartition(".")
-    return isinstance(getattr(module.get_submodule(owner), leaf), nn.Parameter)
+    return isinstance(attrgetter(str(value.target))(module), nn.Parameter)
 
 
-def _reads_input(value: object) -> bool:
+def reads_input(value: object) -> bool:
     """Return whether a value is computed from the elements of an input, not only from its shape."""
     seen = set()
     waiting = [value]

@@ -8,6 +8,7 @@ of the new node are those of the old one at both trial sizes (tracing.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -115,8 +116,7 @@ class Rewriter:
         return dtype
 
     def _stored(self, node: fx.Node) -> torch.Tensor:
-        owner, _, leaf = str(node.target).rpartition(".")
-        tensor: torch.Tensor = getattr(self.root.get_submodule(owner), leaf)
+        tensor: torch.Tensor = attrgetter(str(node.target))(self.root)
         return tensor
 
     def constant(self, value: Any) -> torch.Tensor | None:

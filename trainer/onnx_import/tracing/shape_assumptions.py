@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ def _result(
         shape = [a if a == b else further(a, b) for a, b in zip(first.shape, second.shape, strict=True)]
         return torch.empty(shape, dtype=first.dtype, device="meta")
     if node.op == "get_attr":
-        return torch.empty_like(_attribute(root, str(node.target)), device="meta", requires_grad=False)
+        return torch.empty_like(attrgetter(str(node.target))(root), device="meta", requires_grad=False)
     # what is not known of an operand is not known of the result
     if any(results[operand] is _Unknown for operand in node.all_input_nodes):
         return _Unknown
@@ -179,12 +180,6 @@ def _result(
     # the model may not take such lengths at all, which proves nothing
     except (*TORCH_ERRORS, ArithmeticError):
         return _Unknown
-
-
-def _attribute(root: nn.Module, path: str) -> torch.Tensor:
-    owner, _, name = path.rpartition(".")
-    tensor: torch.Tensor = getattr(root.get_submodule(owner), name)
-    return tensor
 
 
 def can_differ(node: fx.Node, value: float) -> bool:

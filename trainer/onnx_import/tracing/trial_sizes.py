@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,7 +11,7 @@ import onnx
 from onnx import numpy_helper
 
 from onward.trainer.onnx_graph.files.external_ranges import is_external
-from onward.trainer.onnx_graph.files.index import attributes_of, length_of
+from onward.trainer.onnx_graph.files.index import attributes_of, inputs_of, length_of
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 
 Table: TypeAlias = tuple[tuple[int, int], ...]
@@ -42,27 +42,24 @@ WINDOWS = {
 """Operator -> the operand whose shape has that of the window, if the attribute `kernel_shape` does not; 0: none."""
 
 
-def declared_batch(graph: onnx.GraphProto, stored: Collection[str] = ()) -> int:
+def declared_batch(graph: onnx.GraphProto) -> int:
     """Return the batch size that all inputs declare as their first dimension; 0 if it is dynamic or they differ.
 
-    stored: names of initializers, which are not inputs. Exporters often fix the batch to that of the example input.
+    Exporters often fix the batch to that of the example input.
     """
-    names = {*stored, *(tensor.name for tensor in graph.initializer)}
-    shapes = [value.type.tensor_type.shape.dim for value in graph.input if value.name not in names]
+    shapes = [value.type.tensor_type.shape.dim for value in inputs_of(graph)]
     leading = {length_of(dims[0]) for dims in shapes if dims}
     return leading.pop() or 0 if len(leading) == 1 else 0
 
 
-def trial_sizes(
-    graph: onnx.GraphProto, stored: set[str], *, widen: bool | None = None
-) -> Iterable[tuple[Lengths, int | None]]:
+def trial_sizes(graph: onnx.GraphProto, *, widen: bool | None = None) -> Iterable[tuple[Lengths, int | None]]:
     """Yield the sizes to try, one after the other, until an import succeeds without assumptions.
 
-    stored: names of initializers, which are not inputs. Beside the lengths stands the batch size that the file declares
-    when it is to be treated as dynamic. widen: always treat a declared batch so, or never; None: so first.
+    Beside the lengths stands the batch size that the file declares when it is to be treated as dynamic. widen: always
+    treat a declared batch so, or never; None: so first.
     """
-    inputs = [value for value in graph.input if value.name not in stored]
-    batch = declared_batch(graph, stored)
+    inputs = inputs_of(graph)
+    batch = declared_batch(graph)
     # SMALL suits most models; the others are for lengths that a network halves, divides or looks up
     tables = [SMALL, LARGE, MIXED, SHORT]
     # made to measure where the graph divides its lengths so often that those of SMALL would end at 1 or 0

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.model.compile import Compiled
+from onward.trainer.onnx_import.lowering.node_origins import nearest
 from onward.trainer.parallel.nonfinite.nonfinite_findings import NUM_ROWS, Finding, Phase, bad_rows, describe
 from onward.trainer.parallel.pipeline.engine import BatchLosses, ObservedLosses
 from onward.trainer.parallel.pipeline.stage import Stage
@@ -322,13 +323,4 @@ def _onnx_name(node: fx.Node, weights: dict[str, str]) -> str:
         source = source.all_input_nodes[0]
     if source.op == "get_attr":
         return weights.get(str(source.target), str(source.target))
-    seen = set[fx.Node]()
-    waiting = [node]
-    while waiting:
-        each = waiting.pop(0)
-        if names := each.meta.get("onnx"):
-            return str(names[0])
-        if each not in seen:
-            seen.add(each)
-            waiting += [user for user in each.users if user.op != "output"]
-    return node.name
+    return str((nearest(node, "onnx") or [node.name])[0])

@@ -11,6 +11,7 @@ Names and the values of weights are no part of the key. What cannot be compared 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -84,8 +85,7 @@ class _StageKey:
             target: Hashable = None
             # what a graph reads of its module: a tensor by its shape and number, else the object itself
             if node.op == "get_attr":
-                owner, _, name = str(node.target).rpartition(".")
-                stored = getattr(module.get_submodule(owner), name)
+                stored = attrgetter(str(node.target))(module)
                 target = self._stored(stored) if isinstance(stored, Tensor) else _Itself(stored)
             elif node.op == "call_module":
                 target = self._module(module.get_submodule(str(node.target)))

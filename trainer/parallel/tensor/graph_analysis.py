@@ -358,8 +358,7 @@ def einsum_labels(node: fx.Node) -> list[str]:
 
 def stored_tensor(module: nn.Module, path: str) -> torch.Tensor:
     """Return a parameter or buffer by its path."""
-    owner, _, leaf = path.rpartition(".")
-    tensor: torch.Tensor = getattr(module.get_submodule(owner), leaf)
+    tensor: torch.Tensor = operator.attrgetter(path)(module)
     return tensor
 
 

@@ -168,8 +168,7 @@ class _Divider:
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             if node.op == "get_attr":
-                owner, _, leaf = str(node.target).rpartition(".")
-                tensor = getattr(self.module.get_submodule(owner), leaf)
+                tensor = operator.attrgetter(str(node.target))(self.module)
                 if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
                     found.add(node)
             elif any(operand in found for operand in node.all_input_nodes):

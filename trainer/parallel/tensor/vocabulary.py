@@ -31,6 +31,7 @@ from onward.trainer.model.losses.loss import output_index
 from onward.trainer.model.losses.vocabulary_loss import ClassShard
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.gather import gather_rows, non_negative_indices
+from onward.trainer.onnx_import.passes.dropout import reads_input
 from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, is_transpose, stored_tensor
 from onward.trainer.parallel.tensor.rewrite import keep_shard
 from onward.trainer.parallel.tensor.tensor_shardings import CannotShard
@@ -223,7 +224,7 @@ class _Finder:
     # -- conditions
 
     def _why_not_table(self, path: str, dim: int, lookups: Sequence[fx.Node]) -> str:
-        if not any(self._depends_on_values(node.args[1]) for node in lookups):
+        if not any(reads_input(node.args[1]) for node in lookups):
             # positions depend on lengths alone: every rank needs the same few rows, and sharding would save nothing
             called = lookups[0].name
             return f"{called} looks up positions in it, not vocabulary entries: every rank needs the same few rows"
@@ -278,21 +279,6 @@ class _Finder:
                 looked_up = f"{node.name} looks up along dimension {1 - dim} of {name}"
                 return f"{looked_up}, the vocabulary entries are dimension {dim}"
         return ""
-
-    def _depends_on_values(self, value: Any) -> bool:
-        """Whether a value depends on more of the graph's inputs than their lengths."""
-        waiting = [value]
-        seen = set()
-        while waiting:
-            node = waiting.pop()
-            # `size` ends the search: lengths are the same on all ranks
-            if not isinstance(node, fx.Node) or node in seen or node.target == "size":
-                continue
-            if node.op == "placeholder":
-                return True
-            seen.add(node)
-            waiting += node.all_input_nodes
-        return False
 
 
 def _keeps_last_dim(node: fx.Node) -> bool:

@@ -133,7 +133,11 @@ def fused_gemm(c: Call, a: Value, b: Value, bias: Value = None) -> Value:
 
 @_microsoft("FusedConv")
 def fused_conv(c: Call, x: Value, weight: Value, bias: Value = None, added: Value = None) -> Value:
-    y = conv(c, x, weight, bias)
+    return fused(c, conv(c, x, weight, bias), added)
+
+
+def fused(c: Call, y: Value, added: Value) -> Value:
+    """Lower what is fused behind a convolution: a sum, unless `added` is None, and an activation."""
     y = y if added is None else c(torch.add, y, added)
     return activate(c, y, c.attr("activation", ""), c.attr("activation_params", []))
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.surgery.blocked_layout import BLOCK, DOMAIN
 from onward.trainer.onnx_import.lowering.converter_table import Call, lower
-from onward.trainer.onnx_import.ops.contributed.contrib import activate
+from onward.trainer.onnx_import.ops.contributed.contrib import fused
 from onward.trainer.onnx_import.ops.conv import conv
 from onward.trainer.onnx_import.ops.pool import average_pool_, max_pool_
 from onward.trainer.onnx_import.tracing.values import Value
@@ -54,9 +54,7 @@ def blocked_conv(c: Call, x: Value, weight: Value, bias: Value = None, added: Va
     few = depthwise or (group == 1 and inputs < block)
     if outputs % block or (not few and inputs % block):
         raise UnsupportedNode(f"its weight {[outputs, inputs]} is not in blocks of {block}, those of this processor")
-    y = conv(c, x, c(unblocked, weight, block, few), bias)
-    y = y if added is None else c(torch.add, y, added)
-    return activate(c, y, c.attr("activation", ""), c.attr("activation_params", []))
+    return fused(c, conv(c, x, c(unblocked, weight, block, few), bias), added)
 
 
 @lower(f"{DOMAIN}.ReorderInput", since=(1,))

@@ -15,7 +15,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("flows", "tasks", "trainer", "infra")
@@ -204,15 +204,15 @@ def _parameters(function: Any) -> Iterator[_Parameter]:
 def _option_of(annotation: Any) -> tuple[Any, Any]:
     """(type, typer's information) of an `Annotated[type, typer.Option(...)]`; a list or optional one is unpacked."""
     kind, info = get_args(annotation)[:2]
-    kinds = [each for each in get_args(kind) if each is not type(None)]
-    while kinds:
-        kind = kinds[0]
-        kinds = [each for each in get_args(kind) if each is not type(None)]
+    while get_origin(kind) is not Literal and get_args(kind):
+        kind = next(each for each in get_args(kind) if each is not type(None))
     return kind, info
 
 
 def _placeholder(kind: Any) -> str:
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+    if get_origin(kind) is Literal:
+        return " or ".join(get_args(kind))
+    if issubclass(kind, enum.Enum):
         return " or ".join(each.value for each in kind)
     return {"Path": "PATH", "int": "INTEGER", "float": "NUMBER"}.get(kind.__name__, "TEXT")
 

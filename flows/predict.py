@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from onward.flows.configuration import AnyPath, Overrides, changes_in
 from onward.trainer.errors import ConfigError, DataError, say
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from onward.trainer.export.served.predictor import Predictor
 
 BadRows = Literal["fail", "skip"]
-Inputs: TypeAlias = Mapping[str, Sequence[str]] | None
-"""Of a file without preprocessing.json: input -> the columns that are stacked to it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def predict(
     data: Any,
     *,
     top: int = 0,
-    inputs: Inputs = None,
+    inputs: Mapping[str, Sequence[str]] | None = None,
     batch_size: int = 0,
     bad_rows: BadRows = "fail",
 ) -> pd.DataFrame:
@@ -169,7 +167,7 @@ def predictions(
     source: AnyPath,
     data: Any,
     *,
-    inputs: Inputs = None,
+    inputs: Mapping[str, Sequence[str]] | None = None,
     batch_size: int = 0,
     bad_rows: BadRows = "fail",
     report: Callable[[int, float], None] | None = None,
@@ -208,7 +206,7 @@ def raw_batches(
         raise
 
 
-def open_model(source: AnyPath, *, inputs: Inputs = None) -> OpenedModel:
+def open_model(source: AnyPath, *, inputs: Mapping[str, Sequence[str]] | None = None) -> OpenedModel:
     """Open an ONNX file, the exported file of a run, or a registered model, with its preprocessing.
 
     Raises ConfigError when there is no such file, run or model, or it cannot predict.

@@ -188,5 +188,5 @@ def evaluate(
         print_json({"rows": found.rows, "metrics": found.metrics, "guessed": found.guessed, **skipped})
         return
     for line in found.guessed:
-        say(f"{line}")
+        say(line)
     print_facts({"rows": found.rows, **found.metrics, **skipped}, as_json=False)

@@ -54,8 +54,12 @@ def _takes_single(feed: Feed) -> bool:
     return feed.stacked or feed.sample_shape in ((), (1,))
 
 
-def _is_vector(feed: Feed) -> bool:
+def _takes_sequence(feed: Feed) -> bool:
     return _rank(feed) == 1 and not feed.stacked
+
+
+def _takes_numbers(feed: Feed) -> bool:
+    return _takes_single(feed) or _rank(feed) == 1
 
 
 def _takes_window(feed: Feed) -> bool:
@@ -63,6 +67,10 @@ def _takes_window(feed: Feed) -> bool:
     if feed.stacked or _rank(feed) not in (1, 2):
         return False
     return (feed.sample_shape or (0,))[0] not in (None, 1)
+
+
+def _stacks_classes(feed: Feed) -> bool:
+    return feed.is_label and feed.stacked and feed.dtype == "int64"
 
 
 def _is_number(column: Column) -> bool:
@@ -105,7 +113,7 @@ TOKENS = Misfit(
     "texts",
     '[data.text] tokenizer = "tokenizer.json"',
     "makes token ids of texts; data.text.columns names their column",
-    lambda feed, column: _is_integer(feed) and _is_vector(feed) and column.dtype == TEXT,
+    lambda feed, column: _is_integer(feed) and _takes_sequence(feed) and column.dtype == TEXT,
 )
 ONE_HOT = Misfit(
     "single floats, or a vector of them",
@@ -113,7 +121,7 @@ ONE_HOT = Misfit(
     "no setting: write a column of 0 and 1 for each text",
     "(pandas.get_dummies does) and of dates their numbers, or give the model an input of integers for "
     "data.table.categories",
-    lambda feed, column: _is_float(feed) and (_takes_single(feed) or _is_vector(feed)) and column.dtype == TEXT,
+    lambda feed, column: _is_float(feed) and _takes_numbers(feed) and column.dtype == TEXT,
 )
 WINDOW = Misfit(
     "floats `[?, L]` or `[?, L, C]`",
@@ -127,7 +135,7 @@ SEVERAL_LABELS = Misfit(
     "several columns of 0 and 1, of which a row may have more than one",
     'model.loss = "bce_with_logits"',
     "compares each column with a score of its own; model.num_classes makes a head for as many",
-    lambda feed, column: feed.is_label and feed.stacked and feed.dtype == "int64" and column.holds_numbers,
+    lambda feed, column: _stacks_classes(feed) and column.holds_numbers,
 )
 MISSING = Misfit(
     "numbers, or categories",

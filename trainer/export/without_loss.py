@@ -41,14 +41,11 @@ def write_without_loss(
         )
         raise ExportRefused(f"{exported.path.name} cannot be written without its loss: {why}")
     nodes, needed = nodes_between(graph, kept, set())
-    replace_entries(
-        graph,
-        node=nodes,
-        output=[value for value in graph.output if value.name in kept],
-        initializer=[tensor for tensor in graph.initializer if tensor.name in needed],
-        sparse_initializer=[x for x in graph.sparse_initializer if x.values.name in needed],
-        input=[value for value in graph.input if value.name in needed],
-    )
+    outputs = [value for value in graph.output if value.name in kept]
+    inputs = [value for value in graph.input if value.name in needed]
+    tensors = [tensor for tensor in graph.initializer if tensor.name in needed]
+    sparse = [tensor for tensor in graph.sparse_initializer if tensor.values.name in needed]
+    replace_entries(graph, node=nodes, output=outputs, input=inputs, initializer=tensors, sparse_initializer=sparse)
     write_whole(model, target, most=most)
     onnx.checker.check_model(str(target))
     whole = open_session(exported.path)

@@ -164,7 +164,8 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
 def locations(model: onnx.ModelProto) -> list[str]:
     """Return the external data files of a model, relative to its directory."""
     external = (tensor for tensor in all_tensors(model) if tensor.data_location == TensorProto.EXTERNAL)
-    return sorted({entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"})
+    entries = (entry for tensor in external for entry in tensor.external_data)
+    return sorted({entry.value for entry in entries if entry.key == "location"})
 
 
 def attribute_value(attribute: onnx.AttributeProto) -> Any:

@@ -227,7 +227,7 @@ def _adapt(
 
 def _takes_last_class(node: onnx.NodeProto, index: Index, length: int) -> bool:
     """Return whether a Gather takes the last entry of the axis with the classes, by a stored number."""
-    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+    axis = attributes_of(node).get("axis", 0)
     return axis != 0 and length > 1 and _array(node.input[1], index).reshape(-1).tolist() == [length - 1]
 
 
@@ -298,7 +298,7 @@ def _resize_last_part(node: onnx.NodeProto, index: Index, difference: int) -> No
 def _joined_length(node: onnx.NodeProto, before: Mapping[str, onnx.ValueInfoProto]) -> int | None:
     """Return the length of the axis along which a Concat joins, as it was; None if it is not known."""
     # every Concat has it
-    axis = next(attribute.i for attribute in node.attribute if attribute.name == "axis")
+    axis = attributes_of(node)["axis"]
     dims = dims_of(before.get(node.output[0]))
     return dims[axis] if dims else None
 

@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import Index, did_you_mean, dims_of, infer_types, names_read
+from onward.trainer.onnx_graph.files.index import Index, attributes_of, did_you_mean, dims_of, infer_types, names_read
 from onward.trainer.onnx_graph.outputs import class_labels
 from onward.trainer.quantities import shown_shape
 
@@ -65,8 +65,7 @@ def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
     exclusive = True
     data_type = 0
     # the outputs are the first dimension of a convolution, and of a Gemm that transposes its weight
-    transposing = [attribute.i for attribute in node.attribute if attribute.name == "transB"]
-    first = node.op_type == "Conv" or any(transposing)
+    first = node.op_type == "Conv" or bool(attributes_of(node).get("transB"))
     transposed = False
     while True:
         # along the whole path: a Transpose or a Cast between weight and node may have other readers, too
@@ -78,7 +77,7 @@ def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
             return None
         # the Cast nearest to the node gives the type that the node reads
         if maker.op_type == "Cast" and not data_type:
-            data_type = next(attribute.i for attribute in maker.attribute if attribute.name == "to")
+            data_type = attributes_of(maker)["to"]
         # two Transposes cancel each other
         transposed ^= maker.op_type == "Transpose"
         name = maker.input[0]
@@ -156,7 +155,7 @@ def replace_head(model: onnx.ModelProto, config: ModelConfig, *, seed: int) -> l
         ]
     old = index.stored[layer.weight].dims[layer.axis]
     # the number of groups would have to divide the new number of outputs
-    groups = next((attribute.i for attribute in layer.node.attribute if attribute.name == "group"), 1)
+    groups = attributes_of(layer.node).get("group", 1)
     if groups > 1:
         return [
             f"model.head: {layer.weight!r} is a convolution of {groups} groups, which cannot be given other outputs"

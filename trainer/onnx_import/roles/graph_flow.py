@@ -29,7 +29,7 @@ import onnx
 import torch
 
 from onward.trainer.onnx_graph.files.element_types import DTYPES
-from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, subgraphs
+from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, attributes_of, subgraphs
 from onward.trainer.onnx_graph.surgery.training_norms import BATCH_STATISTICS, BY_ROW
 from onward.trainer.onnx_import.roles.role_tables import (
     COMPARISONS,
@@ -251,7 +251,7 @@ class GraphFlow:
         if node.op_type == "BatchNormalization":
             # behind arithmetic there is no tensor that an update could be written to, and updating one of the two
             # without the other would make them statistics of different data
-            if mark := next((attribute.i for attribute in node.attribute if attribute.name == BATCH_STATISTICS), 0):
+            if mark := attributes_of(node).get(BATCH_STATISTICS):
                 self._freeze((name for flow in operands[3:5] for name in flow.carried), PLACEHOLDER_STATISTIC)
                 if mark == BY_ROW:
                     self.by_row.update(*(flow.carried for flow in operands[1:3]))
@@ -338,7 +338,7 @@ class GraphFlow:
             # Loop passes (iteration number, condition) to its body before the loop state
             counts = [Flow("integers")] * 2 if node.op_type == "Loop" else []
             given = operands[2:] if counts else operands[-len(bodies[0].input) :]
-            num_states = len(given) if counts else max(len(given) - _num_scanned(node), 0)
+            num_states = len(given) if counts else max(len(given) - attributes_of(node).get("num_scan_inputs", 0), 0)
             states = list(given)
             # twice: in the second iteration the loop state is what the first one computed
             for _ in range(2):
@@ -369,10 +369,6 @@ class GraphFlow:
 
 def _is_vector(tensor: torch.Tensor) -> bool:
     return sum(length > 1 for length in tensor.shape) <= 1
-
-
-def _num_scanned(node: onnx.NodeProto) -> int:
-    return next((attribute.i for attribute in node.attribute if attribute.name == "num_scan_inputs"), 0)
 
 
 def _is_integer(tensor: torch.Tensor | None) -> bool:

@@ -105,17 +105,14 @@ def plan_run(
     changed = changed_settings(config)
     origins = {key: where for key, where in origins.items() if key in changed}
     assert layout.needs is not None, "the process of a plan computes them"
-    copy_bytes = 0
     needed = time_needed(chosen, layout, rows, pace)
     # whether checkpoints are copied: "auto" = where the hosts have the memory (trainer/checkpoint/background.py)
     has_memory = not (layout.device.startswith("CPU") and chosen.parallel.memory_gib)
     wanted = chosen.checkpoint.background
     is_copied = has_memory if wanted == "auto" else wanted
-    if is_copied:
-        copy_bytes = layout.needs.checkpoint_bytes
-    planned = {name: getattr(layout, name) for name in Plan.model_fields}
+    copy_bytes = layout.needs.checkpoint_bytes if is_copied else 0
     return RunPlan(
-        **planned,
+        **{name: getattr(layout, name) for name in Plan.model_fields},
         rows=rows,
         num_steps=number_of_steps(chosen.train, rows),
         num_samples=samples,

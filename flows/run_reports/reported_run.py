@@ -160,11 +160,8 @@ def read_facts(run: RunDir) -> RunFacts:
     now_ms = time.time_ns() // 1_000_000 if running else None
     manifest = read(run.shards / "manifest.json", ShardManifest)
     history = known("the event log", lambda: RunHistory.of(run.events), None)
-    curves: dict[str, Series] = {}
-    account: TimeAccount | None = None
-    if history:
-        curves = {name: history.curve(name) for name in history.values}
-        account = known("the account of the time", lambda: time_account(run, history, now_ms), None)
+    curves = {name: history.curve(name) for name in history.values} if history else {}
+    account = known("the account of the time", lambda: time_account(run, history, now_ms), None) if history else None
     return RunFacts(
         run=run,
         state=state,

@@ -50,8 +50,7 @@ def make_sweep(
     settings = found.settings
     problems = found.problems
     choices = {key: tuple(_anchored(key, value) for value in values) for key, values in space.choices.items()}
-    ranges = space.ranges
-    tried = Space(choices, ranges)
+    tried = Space(choices, ranges := space.ranges)
     problems += cannot_vary(settings, (*choices, *ranges))
     if prune and "train.evaluation_period" not in choices and setting(settings, "train.evaluation_period") == 0:
         problems.append(

@@ -367,8 +367,7 @@ class Rehearsal(Record):
             parts.append(f"precision.compute 'auto' is {self.compute}")
         if self.compile:
             parts.append(f"graph.compile 'auto' is {str(self.compile.compiles).lower()}")
-        parts += self.units
-        return f"rehearsed in {self.elapsed_s:.1f} s: " + "; ".join(parts)
+        return f"rehearsed in {self.elapsed_s:.1f} s: " + "; ".join([*parts, *self.units])
 
 
 R = TypeVar("R", bound=BaseModel)

@@ -71,7 +71,7 @@ def predict(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Predict the class and its probability, or numbers, for each row of some data; or the boxes in each image.
+    """Predict the class and its probability, numbers or boxes for each row of some data.
 
     Rows are computed as training computed them, by the preprocessing.json of the exported file: names of columns,
     missing cells, scaling, categories, images, tokens. Rows are named by their number, images by their file. Boxes are

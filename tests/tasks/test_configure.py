@@ -267,7 +267,7 @@ def test_what_was_not_rehearsed_has_a_consequence_and_lists_say_that_they_are_cu
     left = "the guard: the time of the rehearsal, 60 s, was over"
     with caplog.at_level("WARNING"):
         for names in ("abc", "abcdef"):
-            _log(Rehearsal(batches=(batch,), not_rehearsed=(left,), without_gradient=tuple(names)))
+            _log(Rehearsal(batches=(batch,), not_rehearsed=(left,), without_gradient=tuple(names)), "")
     guard, few, _, many = [record.message for record in caplog.records]
     assert guard.startswith(f"not rehearsed: {left}. An error there would end the run later")
     assert few.startswith("3 weights have no gradient on the first rows")

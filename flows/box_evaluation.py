@@ -87,8 +87,9 @@ def _recorded(path: Path, recipe: Mapping[str, Any]) -> dict[str, Any]:
         other = "corner_mean" if how["is_in_corner"] else "pad"
         grey = "corner_grey" if how["is_in_corner"] else "pad_grey"
         image["resize"] = grey if set(how["border_color"]) == {GREY} else other
+    bound = {name: how["value"] for name, how in recipe["inputs"].items() if how["kind"] == "value"}
     return {
-        "model": {"path": str(path), "start": recipe["begins_at"]},
+        "model": {"path": str(path), "start": recipe["begins_at"], "bind": bound},
         "data": {"label": recipe["outputs"][0]["label"][0], "image": image},
         "loss": recipe["objects"]["loss"],
     }

@@ -211,9 +211,8 @@ def open_model(source: AnyPath, *, inputs: Mapping[str, Sequence[str]] | None = 
 
     Raises ConfigError when there is no such file, run or model, or it cannot predict.
     """
-    from onward.trainer.export.measuring.predictions import recipe_of
+    from onward.trainer.export.measuring.predictions import content_of, recipe_of
     from onward.trainer.export.served.predictor import Predictor, UnusableModel
-    from onward.trainer.onnx_graph.files.onnxruntime_session import guarded_content
 
     path, config = _file_of(os.fspath(source))
     recipe, folder = recipe_of(path)
@@ -226,7 +225,7 @@ def open_model(source: AnyPath, *, inputs: Mapping[str, Sequence[str]] | None = 
             from onward.trainer.export.detections.decoding import DecodingPredictor
 
             opened_as = DecodingPredictor
-        predictor = opened_as(path, recipe, folder, inputs=inputs, content=guarded_content(path))
+        predictor = opened_as(path, recipe, folder, inputs=inputs, content=content_of(path, recipe))
     except UnusableModel as error:
         raise ConfigError(f"{source}: {error}") from error
     return OpenedModel(path, predictor, recipe, config)

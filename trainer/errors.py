@@ -29,6 +29,12 @@ import sys
 from collections.abc import Iterable, Sequence
 
 
+def reason_of(error: Exception) -> str:
+    """Return the type of an error and the first line of its text: torch appends its C++ stack and general advice."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first}"
+
+
 class OnwardError(Exception):
     """The base of all errors that Onward raises on purpose."""
 

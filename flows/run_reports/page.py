@@ -340,9 +340,8 @@ def environment_rows(facts: RunFacts) -> list[tuple[str, str]]:
         ]
     if facts.config:
         parallel = facts.config.parallel
-        sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
         compute = facts.history.start.compute if facts.history.start else ""
-        rows.append(("layout", f"{sizes}, ZeRO {parallel.zero}, computed in {compute or 'fp32'}"))
+        rows.append(("layout", f"{parallel.layout}, ZeRO {parallel.zero}, computed in {compute or 'fp32'}"))
     if line := cost_line(facts.metrics):
         rows.append(("throughput", line))
     if manifest := facts.manifest:

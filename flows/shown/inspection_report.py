@@ -317,8 +317,7 @@ def show_plan(found: Plan, *, everything: bool) -> None:
 
 def _division(found: Plan) -> Iterator[tuple[str, str]]:
     parallel = found.parallel
-    sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
-    yield "ranks", f"{sizes} = {found.num_ranks}"
+    yield "ranks", f"{parallel.layout} = {found.num_ranks}"
     zero = f"ZeRO {parallel.zero}" + (f" within groups of {parallel.shard}" if parallel.shard else "")
     yield "replicas", zero if parallel.zero else f"{parallel.reduction} by {parallel.transport}"
     yield "micro-batches", f"{found.gradient_accumulation_steps} of {found.micro_batch_size} samples in each replica"

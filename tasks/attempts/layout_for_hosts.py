@@ -102,7 +102,7 @@ def _described(was: ParallelConfig, now: ParallelConfig, train: TrainConfig) -> 
     if (was.tensor, was.pipeline) == (now.tensor, now.pipeline):
         layout = f"{now.data} of {was.data} replicas"
     else:
-        layout = f"data {now.data} x tensor {now.tensor} x pipeline {now.pipeline}"
+        layout = now.layout
     steps = train.gradient_accumulation_steps
     samples = train.global_batch_size // (now.data * steps)
     micro_batches = f"{steps} micro-batches of " if steps > 1 else ""

@@ -85,7 +85,7 @@ def engine_problems(shard_on: str) -> Iterator[str]:
 
 def num_ranks(parallel: ParallelConfig, launch: LaunchConfig) -> int:
     """Return the ranks of the job, also before `parallel = "auto"` has chosen sizes."""
-    return launch.num_ranks or parallel.data * parallel.tensor * parallel.pipeline
+    return launch.num_ranks or parallel.world_size
 
 
 def crowded_cores(launch: LaunchConfig, ranks: int) -> str:

@@ -28,7 +28,13 @@ KINDS: dict[str, Literal["number", "text", "content"]] = {
     "number": "number",
 }
 """What a raw column holds -> how MLflow describes it."""
-PACKAGES = {"image": ("pillow",), "audio": ("soundfile", "scipy"), "tokens": ("tokenizers",), "columns": ()}
+PACKAGES = {
+    "image": ("pillow",),
+    "audio": ("soundfile", "scipy"),
+    "tokens": ("tokenizers",),
+    "columns": (),
+    "value": (),
+}
 """Kind of an input -> the packages that compute it."""
 
 

@@ -12,16 +12,19 @@ import onnxruntime
 import pytest
 from onnx import TensorProto
 
+import onward
 from onward.tasks.export import export_file
 from onward.trainer.config.loading import load_config
 from onward.trainer.diagnostics.config_check import check_files_and_data
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ConfigError
+from onward.trainer.export.preprocessing.preprocessing_file import write_preprocessing
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.export_folder import example_in
 from onward.trainer.run.records import ExportedModel
 from tests.support import runs
+from tests.support.exported_runs import exported_model, exported_run, two_tables
 
 Array = np.ndarray[Any, np.dtype[Any]]
 ROWS = 60
@@ -150,6 +153,22 @@ def test_a_loss_reads_an_output_whose_rows_are_on_axis_1(tmp_path: Path) -> None
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         errors.append(((session.run(["hn"], feed)[0] - np.moveaxis(target, 0, 1)) ** 2).mean())
     assert errors[1] < 0.8 * errors[0]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_are_predicted_with_the_values_of_training(tmp_path: Path, axis: int) -> None:
+    data = columns()
+    tables = two_tables(tmp_path, **{name: array.tolist() for name, array in data.items()})
+    loss = {"name": "cross_entropy", "output": "y"}
+    sections: dict[str, Any] = {"data": {**tables, "label": "label"}, "loss": loss, "model": {"bind": BOUND}}
+    run = exported_run(tmp_path, recurrent(axis=axis), **sections)
+    path = tmp_path / "model.onnx"
+    write_preprocessing(run, exported_model(path), tmp_path)
+    found = onward.predict(path, tmp_path / "b.parquet")
+    feed = {"x": data["x"], "h": np.moveaxis(data["h"], 0, axis)}
+    feed |= {"scales": np.float32(BOUND["scales"]), "rate": np.array(BOUND["rate"])}
+    (scores,) = onnxruntime.InferenceSession(path).run(["y"], feed)
+    np.testing.assert_array_equal(found["class"], scores.argmax(1))
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,17 @@ from onward.trainer.export.preprocessing.preprocessing_file import write_preproc
 from onward.trainer.model.metrics.measured import Measured
 from onward.trainer.run.directory import read_config
 from tests.equivalence.test_detectors import GRID_LOSS, grid_model
-from tests.support.detectors import detector_file, with_selection
+from tests.support.detectors import STRIDES, detector_file, image_file, with_selection
 from tests.support.exported_runs import exported_model, exported_run
 from tests.trainer.data.images.test_boxes import annotate, pictures
 from tests.trainer.export.preprocessing.test_box_nodes import SET_LOSS, grid_loss, set_model
 
+INNER_OUTPUTS = [
+    f"/detector/{name}_output_0"
+    for level in range(3)
+    for name in (f"Relu{f'_{level}' if level else ''}", f"heads.{level}.1/Conv", f"heads.{level}.2/Conv")
+]
+INNER_LOSS = {"name": "fcos", "output": INNER_OUTPUTS, "strides": STRIDES}
 CASES = {
     "decoded": (lambda: detector_file("yolov8"), lambda: grid_loss("yolov8"), "stretch"),
     "chosen": (
@@ -41,8 +47,13 @@ CASES = {
     ),
     "raw": (grid_model, lambda: GRID_LOSS, "stretch"),
     "set": (set_model, lambda: SET_LOSS, "corner_mean"),
+    "bound": (lambda: set_model(masked=True), lambda: SET_LOSS, "corner_grey"),
+    "inner": (lambda: image_file("fcos"), lambda: INNER_LOSS, "corner_mean"),
 }
 """What the file returns -> the file, its loss, and how images are resized."""
+MODEL = {"bound": {"bind": {"pixel_mask": 1}}, "inner": {"start": ["/Pad_output_0"]}}
+"""As `onward init` proposes it."""
+PIXEL_MASK = {"kind": "value", "value": [[[1]]], "shape": [None, 32, 48], "dtype": "int64"}
 
 
 def exported(folder: Path, case: str) -> tuple[Path, dict[str, Any], OnnxRunner, Any]:
@@ -57,7 +68,7 @@ def exported(folder: Path, case: str) -> tuple[Path, dict[str, Any], OnnxRunner,
     shutil.copytree(folder / "images", folder / "held")
     source = {"source": str(folder / "images"), "evaluation_source": str(folder / "held"), "label": "boxes"}
     image = {"boxes": "../annotations.json", "resize": resize}
-    run = exported_run(folder, make(), data={**source, "image": image}, loss=loss())
+    run = exported_run(folder, make(), model=MODEL.get(case, {}), data={**source, "image": image}, loss=loss())
     data = evaluation_data(run)
     file = ModelFile.read(folder / "model.onnx")
     part = OnnxRunner(trained_part(file.proto, file.path, folder / "part", read_config(run).model), data)
@@ -71,16 +82,17 @@ def exported(folder: Path, case: str) -> tuple[Path, dict[str, Any], OnnxRunner,
 def test_predicted_boxes_are_those_of_the_metric_in_pixels_of_the_images(tmp_path: Path, case: str) -> None:
     path, recipe, part, data = exported(tmp_path, case)
     own = {value.name for value in onnx.load(path).graph.output}
-    assert recipe["outputs"][0]["name"] in own
+    assert (recipe["outputs"][0]["name"] in own) == (case != "inner")
     assert recipe["outputs"][0]["classes"] == ["red", "green"]
-    assert (recipe["objects"]["form"] is None) == (case == "raw")
+    assert (recipe["objects"]["form"] is None) == (case in ("raw", "inner"))
     found = onward.predict(path, tmp_path / "held")
     assert list(found) == ["file", "class", "probability", "x", "y", "width", "height"]
     (batch,) = data.batches()
     loss = data.new_metrics(part.outputs).losses.each[0]
     outputs = [torch.as_tensor(each) for each in part.outputs_of(batch, 0, batch.size)]
     measured = Measured(loss, outputs, batch.labels[0], task="objects").objects[0]
-    (how,) = recipe["inputs"].values()
+    how, *others = recipe["inputs"].values()
+    assert others == ([PIXEL_MASK] if case == "bound" else [])
     image = read_config_of(tmp_path).data.image
     assert image
     sizes = {file.name: size_of(file) for file in (tmp_path / "held").iterdir()}
@@ -114,7 +126,7 @@ def size_of(file: Path) -> tuple[int, int]:
         return image.height, image.width
 
 
-@pytest.mark.parametrize("case", ["decoded", "raw", "set"])
+@pytest.mark.parametrize("case", ["decoded", "raw", "set", "bound", "inner"])
 def test_evaluate_gives_the_map_of_the_evaluation_and_of_the_file(tmp_path: Path, case: str) -> None:
     path, _, part, _ = exported(tmp_path, case)
     wanted = part.evaluate()
@@ -124,7 +136,7 @@ def test_evaluate_gives_the_map_of_the_evaluation_and_of_the_file(tmp_path: Path
     found = onward.evaluate(path, tmp_path / "new" / "photos", boxes)
     assert found.rows == 4
     assert found.metrics["loss"] == pytest.approx(
-        wanted["evaluation/loss" if case != "set" else "evaluation/set_classes/loss"], rel=1e-5
+        wanted["evaluation/loss" if case in ("decoded", "raw", "inner") else "evaluation/set_classes/loss"], rel=1e-5
     )
     assert ("file/map" in found.metrics) == (case == "decoded")
     with pytest.raises(DataError, match="nothing says where the boxes"):

@@ -103,9 +103,12 @@ class Job:
         return self.site.state(self.id)
 
     def begin_now(self) -> None:
-        """Wait until it waits, and do not let it wait for the two minutes that Slurm gives to requeued jobs."""
+        """Wait until it waits, and do not let it wait for the two minutes that Slurm gives to requeued jobs.
+
+        A host refuses a job in the second in which it has ended ("already killed"): Slurm counts whole seconds there.
+        """
         self.until("PENDING")
-        self.site.call("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+        self.site.call("scontrol", "update", f"JobId={self.id}", "StartTime=now+3")
 
     def until(self, state: str) -> None:
         """Wait until it is in a state; fail if it is over in another one."""

@@ -30,7 +30,7 @@ def exported_run(folder: Path, proto: onnx.ModelProto, **sections: Any) -> RunDi
     onnx.save(proto, folder / "model.onnx")
     config = build_config(
         {
-            "model": {"path": folder / "model.onnx"},
+            "model": {"path": folder / "model.onnx", **sections.pop("model", {})},
             "train": {"num_steps": 1, "global_batch_size": 4},
             **sections,
         }

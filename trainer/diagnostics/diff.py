@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,7 @@ def _as_stripped(before: onnx.ModelProto, after: onnx.ModelProto, base: Path) ->
     changes = len(list(_node_changes(before.graph, after.graph)))
     if not changes and list(before.functions) == list(after.functions):
         return before, {}
-    without = onnx.ModelProto()
-    without.CopyFrom(before)
+    without = deepcopy(before)
     # the nodes that the second file still has are no training-only ones
     kept = [name for node in after.graph.node for name in node.output]
     removed = strip_training(without, keep=kept, base=base)

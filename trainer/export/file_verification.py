@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -120,8 +121,7 @@ def changed_tensors(written: ModelFile, original: ModelFile, names: Iterable[str
 
 def _fields(model: onnx.ModelProto, weights: Collection[str]) -> dict[str, list[bytes]]:
     """Serialize all that training does not change, by kind: attributes and frozen tensors included."""
-    rest = onnx.ModelProto()
-    rest.CopyFrom(model)
+    rest = deepcopy(model)
     for name, _, attribute in held_attributes(rest.graph):
         if name in weights:
             # zeros and not nothing: the number of values is structure, and is compared

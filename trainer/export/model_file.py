@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +30,7 @@ class ModelFile:
 
     def with_external_data(self) -> onnx.ModelProto:
         """Return a copy of the model that holds all of its tensors."""
-        model = onnx.ModelProto()
-        model.CopyFrom(self.proto)
+        model = deepcopy(self.proto)
         load_external(all_tensors(model), self.path.parent)
         return model
 
@@ -74,9 +74,7 @@ def full_copy(model: ModelFile | onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy that holds all of its tensors."""
     if isinstance(model, ModelFile):
         return model.with_external_data()
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    return copy
+    return deepcopy(model)
 
 
 def trained_part(

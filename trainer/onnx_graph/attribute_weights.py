@@ -14,6 +14,7 @@ same when a part of it is extracted.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -108,8 +109,7 @@ def with_operands(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     if not any(node.domain == DOMAIN for _, node, _ in held_attributes(model.graph)):
         return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     for node in copy.graph.node:
         if node.domain == DOMAIN and (held := {attribute.name for attribute in held_by(node)}):
             # an absent attribute is an absent operand, so that each keeps its slot

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 
 import onnx
@@ -92,8 +93,7 @@ def without_inner_values(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy in which the tensors of inner graphs and functions have no values; the model if there are none."""
     if not inner_tensors(model):
         return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     for tensor in inner_tensors(copy):
         proto = tensor.proto
         proto.CopyFrom(TensorProto(name=proto.name, data_type=proto.data_type, dims=proto.dims))
@@ -155,8 +155,7 @@ def lift_inner_tensors(model: onnx.ModelProto) -> onnx.ModelProto:
     # most files have none: without this look their weights would be copied
     if not any(tensor.may_train for tensor in inner_tensors(model)):
         return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     # those of the copy, whose protos and scopes are changed in place
     lifted = [tensor for tensor in inner_tensors(copy) if tensor.may_train]
     _check_names(copy.graph, lifted)

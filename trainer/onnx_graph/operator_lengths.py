@@ -8,6 +8,7 @@ Exporters that declare every dimension dynamic, as optimum does for vision model
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 
 import onnx
 
@@ -82,8 +83,7 @@ def with_lengths(model: onnx.ModelProto, known: Known) -> onnx.ModelProto:
     """Return the model with these lengths declared, wherever inputs have their symbols; itself if there are none."""
     if not known:
         return model
-    declared = onnx.ModelProto()
-    declared.CopyFrom(model)
+    declared = deepcopy(model)
     inputs = {value.name: value.type.tensor_type.shape.dim for value in declared.graph.input}
     # a symbol is one length wherever it stands, in other inputs as well
     symbols = {inputs[name][position].dim_param: length for (name, position), length in known.items()}

@@ -16,6 +16,7 @@ A LinearClassifier applies its own softmax, so the file has no tensor of its sco
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,7 @@ def with_numeric_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
             return model
         model = with_log_probabilities(model, scores[0])
         kept = [known_types(model).get(scores[0]) or onnx.ValueInfoProto(name=scores[0])]
-    part = onnx.ModelProto()
-    part.CopyFrom(model)
+    part = deepcopy(model)
     computed = set[str]()
     needed = set[str]()
     for value in kept:
@@ -185,13 +185,11 @@ def with_log_probabilities(model: onnx.ModelProto, output: str) -> onnx.ModelPro
     named = [len(node.output) > 1 and f"{node.output[1]}{LOG}" == output for node in model.graph.node]
     if True not in named or not (steps := _log_steps(model.graph.node[named.index(True)])):
         return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     nodes = list(copy.graph.node)
     position = named.index(True)
     classifier = nodes[position]
-    scores = onnx.NodeProto()
-    scores.CopyFrom(classifier)
+    scores = deepcopy(classifier)
     scores.output[1] = f"{classifier.output[1]}/scores"
     next(attribute for attribute in scores.attribute if attribute.name == "post_transform").s = b"NONE"
     # each step reads what the one before it computes, the last one computes `output`

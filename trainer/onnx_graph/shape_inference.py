@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 
 import onnx
 import torch
@@ -52,8 +53,7 @@ def _with_symbols(
 
     Inference copies symbols to results, but drops a dimension that is computed from one.
     """
-    copy = onnx.ValueInfoProto()
-    copy.CopyFrom(value)
+    copy = deepcopy(value)
     for position, dim in enumerate(copy.type.tensor_type.shape.dim):
         first, second = lengths[value.name, position]
         if first == second:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import shutil
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import onnx
@@ -66,8 +67,7 @@ def fill_weights(
     without changes is not touched. base: the directory of external data. Raises ConfigError when `model` is not the
     one the module was imported from.
     """
-    trained = onnx.ModelProto()
-    trained.CopyFrom(model)
+    trained = deepcopy(model)
     protos = all_stored_protos(trained)
     attributes = {name: attribute for name, _, attribute in held_attributes(trained.graph)}
     outside = {}

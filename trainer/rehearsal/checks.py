@@ -30,7 +30,7 @@ from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refu
 from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.preflight import free_memory
-from onward.trainer.errors import ConfigError, ExportRefused, Refused
+from onward.trainer.errors import ConfigError, ExportRefused, Refused, reason_of
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
@@ -308,8 +308,7 @@ def _time(graph: RehearsedGraph, rows: Callable[[], Batch], precision: Precision
     try:
         times = time_precisions(graph, rows())
     except Exception as error:  # an operator that torch does not compute in bf16, or too little memory for both
-        why = (str(error).strip().splitlines() or [""])[0]
-        findings.not_rehearsed.append(f"the time in fp32 and bf16: {type(error).__name__}: {why}")
+        findings.not_rehearsed.append(f"the time in fp32 and bf16: {reason_of(error)}")
         return
     if precision.compute == "auto":
         findings.compute = times.faster

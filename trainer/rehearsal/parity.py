@@ -7,6 +7,7 @@ training, export makes the same comparisons.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import onnx
@@ -100,8 +101,7 @@ def _inference_form(
     trainable: TrainableModel, settings: ModelConfig, folder: Path, *, norms: bool = True
 ) -> ModelFile | onnx.ModelProto:
     """Return the trained part of the graph as inference computes it; norms: BatchNormalization, too."""
-    model = onnx.ModelProto()
-    model.CopyFrom(trainable.model)
+    model = deepcopy(trainable.model)
     # the tensors that the trained part begins and ends with keep their names
     kept = tuple(filter(None, (*begin_at_numbers(model, settings).start, *settings.outputs)))
     strip_training(model, keep=kept, base=trainable.base, norms=norms)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.batches.batches import Batch
-from onward.trainer.errors import ConfigError, OnwardError
+from onward.trainer.errors import ConfigError, OnwardError, reason_of
 from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, statistics_kept
@@ -138,9 +138,7 @@ class RehearsedGraph:
         if isinstance(error, OnwardError):
             return "; ".join(error.problems)
         where = failing_node(self.module, lambda call: self.run(kind, batch, call))
-        # the first line: torch appends the C++ stack and general advice
-        text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        return f"{type(error).__name__}: {text}" + (f" (at the node that computes {where!r})" if where else "")
+        return reason_of(error).rstrip(".") + (f" (at the node that computes {where!r})" if where else "")
 
 
 # -- where a pass fails

@@ -58,7 +58,7 @@ def with_adjustments(config: RunConfig, changes: Adjustments) -> RunConfig:
         # the global batch stays, so fewer samples at a time mean more micro-batches
         samples = train.global_batch_size // parallel.data
         steps = samples // divisors(samples, most // changes.micro_batch_divisor)[-1]
-    ranks = parallel.data * parallel.tensor * parallel.pipeline if changes.data else launch.num_ranks
+    ranks = parallel.world_size if changes.data else launch.num_ranks
     changed = config.model_copy(
         update={
             "train": train.model_copy(

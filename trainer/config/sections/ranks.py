@@ -65,6 +65,11 @@ class ParallelConfig(Section):
         return self.data * self.tensor * self.pipeline
 
     @property
+    def layout(self) -> str:
+        """The three sizes, for messages."""
+        return f"data {self.data} x tensor {self.tensor} x pipeline {self.pipeline}"
+
+    @property
     def is_adasum(self) -> bool:
         """Whether gradients are combined by Adasum."""
         return self.reduction != "sum"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from onward.trainer.onnx_graph.surgery.preprocessing_nodes import (
     find_preprocessing,
     preprocessing_model,
 )
-from onward.trainer.onnx_graph.surgery.row_layout import rows_first
+from onward.trainer.onnx_graph.surgery.row_layout import BoundInput, read_layout, rows_first
 from onward.trainer.onnx_graph.surgery.stochastic_depth import draws_noise
 from onward.trainer.onnx_graph.surgery.surgery import apply_surgery, extract_subgraph, trains_subgraph
 from onward.trainer.run.durable_files import sha256
@@ -63,6 +64,8 @@ class Signature:
     """With pre-processing: the inputs of the file itself; else empty, as they are `inputs`."""
     draws: bool = False
     """Whether the graph draws random numbers: the trained part then has a further input NOISE behind these."""
+    bound: Mapping[str, BoundInput] = field(default_factory=dict, compare=False)
+    """The other inputs of the file, which have the values of `model.bind`."""
 
     @property
     def fed(self) -> tuple[TensorInfo, ...]:
@@ -104,8 +107,7 @@ def read_training_signature(model: ModelConfig) -> Signature:
 
 def training_signature(source: SourceModel, model: ModelConfig) -> Signature:
     """Return what `read_training_signature` reads, of a file that was read already. Raises its errors."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(source.proto)
+    copy = deepcopy(source.proto)
     return _training_signature(_loaded(replace(source, proto=copy)), model)
 
 
@@ -123,7 +125,8 @@ def _training_signature(proto: onnx.ModelProto, model: ModelConfig) -> Signature
         apply_surgery(proto, model, seed=0)
         part = extract_subgraph(proto, model)
     draws = draws_noise(part, model.path.parent)
-    signature = replace(_signature(rows_first(part, model), model.path), draws=draws)
+    bound = read_layout(part.graph, model).bound
+    signature = replace(_signature(rows_first(part, model), model.path), draws=draws, bound=bound)
     # strings cannot be trained on: the trained part begins behind the nodes that read them
     behind = begin_at_numbers(proto, model)
     if behind.start == model.start:
@@ -131,7 +134,7 @@ def _training_signature(proto: onnx.ModelProto, model: ModelConfig) -> Signature
     part = extract_subgraph(proto, behind)
     trained = _signature(rows_first(part, behind), model.path)
     draws = draws_noise(part, model.path.parent)
-    return replace(trained, computed=behind.start, file_inputs=signature.inputs, draws=draws)
+    return replace(trained, computed=behind.start, file_inputs=signature.inputs, draws=draws, bound=bound)
 
 
 def read_preprocessing(model: ModelConfig) -> onnx.ModelProto | None:

@@ -11,6 +11,7 @@ Only what the graph shows: an embedding that is computed, or positions that are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from types import MappingProxyType
 
 import numpy as np
@@ -134,8 +135,7 @@ def _tensors(graph: onnx.GraphProto) -> Iterable[onnx.TensorProto]:
         if node.op_type == "Constant":
             for attribute in node.attribute:
                 if attribute.name == "value":
-                    tensor = onnx.TensorProto()
-                    tensor.CopyFrom(attribute.t)
+                    tensor = deepcopy(attribute.t)
                     tensor.name = node.output[0]
                     yield tensor
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 
 import onnx
 import onnxruntime
@@ -59,8 +60,7 @@ class NoiseSessions:
 
     def _open(self, drawn: Mapping[str, Array]) -> onnxruntime.InferenceSession:
         file = self._model if isinstance(self._model, ModelFile) else None
-        copy = onnx.ModelProto()
-        copy.CopyFrom(file.proto if file else self._model)
+        copy = deepcopy(file.proto if file else self._model)
         random_nodes = [node for node in copy.graph.node if node.op_type in RANDOM]
         fixed = {name for node in random_nodes for name in node.output} & drawn.keys()
         kept = [node for node in copy.graph.node if not fixed & set(node.output)]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,7 @@ def exact_form(model: ModelFile | onnx.ModelProto) -> ExactForm | None:
     if not any(node.op_type in REPLACED for node in proto.graph.node):
         return ExactForm(model, None, kernels)
     folder = model.path.parent if isinstance(model, ModelFile) else None
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
+    copy = deepcopy(proto)
     stored = {tensor.name: tensor for tensor in copy.graph.initializer}
 
     def array(name: str) -> Array:

@@ -10,19 +10,24 @@ import csv
 import json
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export.measuring.raw_batches import RawBatch
 from onward.trainer.export.served.predictor import BadRows, Predictor
 from onward.trainer.export.served.raw_inputs import RECORD
+from onward.trainer.onnx_graph.files.integer_division import guard_integer_divisions
+from onward.trainer.onnx_graph.files.model_files import read_model
+from onward.trainer.onnx_graph.files.onnxruntime_session import guarded_content
+from onward.trainer.onnx_graph.surgery.surgery import extract_subgraph
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.recorded.preprocessing_record import Preprocessing
 from onward.trainer.run.records import read_record
@@ -61,6 +66,22 @@ def recipe_of(model: Path) -> tuple[dict[str, Any] | None, Path]:
             )
         return recipe.model_dump(mode="json"), folder
     return None, model.parent
+
+
+def content_of(model: Path, recipe: Mapping[str, Any] | None) -> bytes | None:
+    """Return what onnxruntime opens in place of a file that predicts; None = the file itself.
+
+    Of a file of which an inner part was trained it is this part, whose inputs the preprocessing computes. Raises as
+    `guarded_content`.
+    """
+    if not recipe or not recipe["begins_at"]:
+        return guarded_content(model)
+    objects = recipe["objects"]
+    outputs = objects["outputs"] if objects else [meaning["name"] for meaning in recipe["outputs"]]
+    config = ModelConfig(path=model, start=recipe["begins_at"], output=tuple(outputs))
+    part = extract_subgraph(guard_integer_divisions(read_model(model)), config)
+    content: bytes = part.SerializeToString()
+    return content
 
 
 def batch_rows(predictor: Predictor, asked: int) -> int:

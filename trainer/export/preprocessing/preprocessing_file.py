@@ -31,6 +31,7 @@ from onward.trainer.run.durable_files import sha256, write_durably
 from onward.trainer.run.recorded.preprocessing_record import (
     AudioInput,
     ImageInput,
+    Input,
     Objects,
     OutputMeaning,
     Preprocessing,
@@ -38,6 +39,7 @@ from onward.trainer.run.recorded.preprocessing_record import (
     TableInput,
     TokenInput,
     Tokenizer,
+    ValueInput,
 )
 from onward.trainer.run.records import ExportedModel, read_record, write_record
 
@@ -97,7 +99,7 @@ def describe(
     """
     text = text_columns(data, losses, model, signature)
     objects = Objects.model_validate(exported.objects) if exported.objects else None
-    inputs: dict[str, ImageInput | TableInput | TokenInput | AudioInput] = {}
+    inputs: dict[str, Input] = {}
     for name, feed in file_feeds(data, signature).items():
         audio = data.audio if data.audio and feed.columns == (data.audio.column,) else None
         inputs[name] = _audio_input(feed, audio, data) if audio else _table_input(feed, data, manifest)
@@ -105,6 +107,8 @@ def describe(
         inputs[each.name] = _image_input(each, data, signature)
     if text:
         inputs |= _token_inputs(text, data, manifest)
+    for name, bound in signature.bound.items():
+        inputs[name] = ValueInput(value=bound.value.tolist(), shape=bound.shape, dtype=bound.value.dtype.name)
     return Preprocessing(
         model=exported.path.name,
         sha256=exported.sha256,

@@ -44,7 +44,13 @@ from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.files.whole_models import write_whole
 from onward.trainer.onnx_graph.node_builder import GraphExtender
 from onward.trainer.run.directory import RunDir, read_config
-from onward.trainer.run.recorded.preprocessing_record import ImageInput, Preprocessing, TableColumn, TableInput
+from onward.trainer.run.recorded.preprocessing_record import (
+    ImageInput,
+    Preprocessing,
+    TableColumn,
+    TableInput,
+    ValueInput,
+)
 from onward.trainer.run.records import ExportedModel, read_record
 
 LEAST_OPSET = 9
@@ -92,6 +98,7 @@ def write_with_preprocessing(
     for numbers, raw in _raw_batches(names, recipe, images, raw_rows, model):
         batch = one_batch(open_shards(run.shards, "evaluation"), config, signature, numbers)
         given = {info.name: tensor.numpy() for info, tensor in zip(signature.inputs, batch.inputs, strict=False)}
+        given |= {name: bound.for_rows(len(numbers)) for name, bound in signature.bound.items()}
         feeds = [_fed(session, given | raw) for session in sessions]
         results = [session.run(None, feed) for session, feed in zip(sessions, feeds, strict=True)]
         for value, ours, theirs in zip(model.graph.output, *results, strict=True):
@@ -140,7 +147,7 @@ def add_preprocessing(model: onnx.ModelProto, recipe: Preprocessing) -> dict[str
             _images(how, declared[name], graph, extender, names)
         elif isinstance(how, TableInput) and any(_has_steps(column) for column in how.columns):
             _columns(how, declared[name], graph, extender, names)
-        elif not isinstance(how, TableInput):
+        elif not isinstance(how, TableInput | ValueInput):
             raise ExportRefused(f"input {name} takes {how.kind}, which standard ONNX does not compute")
         else:
             continue

@@ -11,7 +11,7 @@ import onnxruntime
 
 from .detections import detections_in, in_original, object_columns
 from .media import Array, image_size
-from .raw_inputs import LOG, RawInputs, Rows, few, raw_columns, unusable
+from .raw_inputs import LOG, RawInputs, Rows, few, raw_columns, unusable, values
 from .result_columns import Columns, Meaning, result_columns
 
 DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "string": "string", "bool": "bool"}
@@ -67,6 +67,7 @@ class Predictor:
         self.meanings: list[Meaning] = list(recipe["outputs"]) if recipe else self._plain_outputs()
         self._types = {name: _dtype(value.type) for name, value in taken.items()}
         self._raw = RawInputs(described, folder)
+        self._described = described["inputs"]
         self._window: int = described.get("window_length") or 0
         self.columns = raw_columns(described)
         """Raw column -> what it holds: image, audio, text, category, integers (a category by number), number."""
@@ -74,7 +75,8 @@ class Predictor:
         self.channels_last = bool(images) and all(how["layout"] == "nhwc" for how in images)
         self._images = images
         """Whether the channels of images, and so the classes of masks, are on the last axis."""
-        batch_sizes = [value.shape[0] for value in taken.values() if value.shape]
+        of_rows = [value for name, value in taken.items() if self._described[name]["kind"] != "value"]
+        batch_sizes = [value.shape[0] for value in of_rows if value.shape]
         # the first dimension is the batch; a name or None in it is any number of rows
         fixed = [size for size in batch_sizes if isinstance(size, int)]
         self.fixed_rows = fixed[0] if fixed else 0
@@ -107,7 +109,7 @@ class Predictor:
         for at in range(count):
             given = {name: np.repeat(array[at : at + 1], size, 0) for name, array in inputs.items()}
             # of a fixed batch the others are copies
-            results = [each[: len(each) // size] for each in self._called(list(self.detector["outputs"]), given)]
+            results = [each[: len(each) // size] for each in self._called(list(self.detector["outputs"]), given, size)]
             boxes = self.found(results, (how["width"], how["height"]))
             found.append(in_original(boxes, image_size(rows[how["column"]][at]), how))
         return found
@@ -182,7 +184,7 @@ class Predictor:
         # beyond the last row the last row again
         places = np.minimum(np.arange(first, first + size), count - 1)
         given = inputs if size == count else {name: array[places] for name, array in inputs.items()}
-        results = self._called(names, given)
+        results = self._called(names, given, size)
         # the copies behind the last row are dropped
         kept = min(size, count - first)
         for name, array in zip(names, results, strict=True):
@@ -191,9 +193,9 @@ class Predictor:
                 raise ValueError(f"output {name!r} is {list(np.shape(array))} for {size} rows: it has no row for each")
         return [np.asarray(array)[:kept] for array in results]
 
-    def _called(self, names: list[str], given: Mapping[str, Array]) -> list[Array]:
+    def _called(self, names: list[str], given: Mapping[str, Array], size: int) -> list[Array]:
         try:
-            found: list[Array] = self._session.run(names, given)
+            found: list[Array] = self._session.run(names, {**given, **values(self._described, size)})
         except Exception as error:  # onnxruntime's errors have no common base class
             raise ValueError(f"onnxruntime cannot run the file on these rows: {error}") from error
         return found

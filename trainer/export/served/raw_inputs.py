@@ -63,11 +63,22 @@ def few(names: Sequence[str]) -> str:
 
 def model_inputs(recipe: Mapping[str, Any], rows: Rows, folder: Path | str) -> dict[str, Array]:
     """Return input -> array [n, ...] of n rows for onnxruntime; `folder` has the tokenizer."""
-    return RawInputs(recipe, Path(folder)).compute(rows)
+    found = RawInputs(recipe, Path(folder)).compute(rows)
+    return found | values(recipe["inputs"], len(next(iter(found.values()))))
+
+
+def values(inputs: Mapping[str, How], count: int) -> dict[str, Array]:
+    """Return the inputs that have one value for all rows, for so many rows."""
+    found = {}
+    for name, how in inputs.items():
+        if how["kind"] == "value":
+            shape = [count if length is None else length for length in how["shape"]]
+            found[name] = np.broadcast_to(np.array(how["value"], how["dtype"]), shape)
+    return found
 
 
 class RawInputs:
-    """Computes the inputs that a preprocessing.json describes. The tokenizer, if there is one, is in `folder`."""
+    """Computes the inputs of rows that a preprocessing.json describes. The tokenizer, if any, is in `folder`."""
 
     def __init__(self, recipe: Mapping[str, Any], folder: Path) -> None:
         self._recipe = recipe
@@ -86,7 +97,7 @@ class RawInputs:
                 clips = _decoded(audio, rows[how["column"]], how)
                 is_fixed = bool(how["samples"])
                 found[name] = np.stack(clips) if is_fixed else padded(clips, how["pad_value"]).astype(how["dtype"])
-            else:
+            elif how["kind"] == "columns":
                 found[name] = _table_values(rows, how)
         return found
 

@@ -20,6 +20,7 @@ of [graph] dropout and the adapters of [lora] are Onward's own and not in it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -230,8 +231,7 @@ def _whole(model: onnx.ModelProto, base: Path) -> onnx.ModelProto:
             f"the weights are {gib(size)}; model_with_loss.onnx and eval.onnx hold at most 2 GB: "
             "set export.training = false"
         )
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     load_external(all_tensors(copy), base)
     return copy
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -162,8 +163,7 @@ def evaluation_model(
 
 def _inlined_copy(model: onnx.ModelProto) -> onnx.ModelProto:
     """Copy the model with its local functions inlined, and without opset entries that no node uses."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(inliner.inline_local_functions(model) if model.functions else model)
+    copy = deepcopy(inliner.inline_local_functions(model) if model.functions else model)
     # inlining leaves the domains of the functions behind, which a runtime may not know
     used = {"" if node.domain == "ai.onnx" else node.domain for node in nodes_of(copy.graph)} | {"", "ai.onnx"}
     for entry in [entry for entry in copy.opset_import if entry.domain not in used]:

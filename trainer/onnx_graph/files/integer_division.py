@@ -12,6 +12,7 @@ the least int32 again, as two's complement arithmetic does:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from itertools import count
 from typing import Any
 
@@ -39,8 +40,7 @@ def guard_integer_divisions(model: onnx.ModelProto) -> onnx.ModelProto:
     divisions = filter(_is_division, nodes_of(model.graph))
     if not any(_kind(node, types) in DTYPES for node in divisions):
         return model  # of floats, as most are: no copy of the weights
-    guarded = onnx.ModelProto()
-    guarded.CopyFrom(model)
+    guarded = deepcopy(model)
     names = (f"guarded_division_{number}" for number in count())
     for graph in reversed(list(graphs_of(guarded.graph))):  # inner ones first: the nodes around them are then copied
         index = Index(graph)
@@ -96,8 +96,7 @@ def _guarded(node: onnx.NodeProto, kind: int, names: Iterator[str]) -> Iterator[
     yield call("Cast", "is_minus", result="minus", to=kind)
     yield call("Mul", "minus", "2", result="twice")
     yield call("Add", divisor, "twice", result="safe")
-    safe = onnx.NodeProto()
-    safe.CopyFrom(node)
+    safe = deepcopy(node)
     safe.input[:] = [dividend, f"{prefix}_safe"]
     if node.op_type == "Mod":
         yield safe

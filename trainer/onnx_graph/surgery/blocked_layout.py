@@ -12,6 +12,7 @@ it. onnxruntime reads every file in the blocks of the processor that it runs on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 
 import onnx
 import torch
@@ -27,8 +28,7 @@ def mark_blocks(model: onnx.ModelProto, stored: Mapping[str, torch.Tensor]) -> o
         return model
     size = block_size(model.graph, stored)
     # in a copy, because onnxruntime's operators have no such attribute
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     for node in copy.graph.node:
         if node.domain == DOMAIN:
             node.attribute.append(onnx.helper.make_attribute(BLOCK, size))

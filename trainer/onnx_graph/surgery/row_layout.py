@@ -14,6 +14,7 @@ the length of axis 0 of the other inputs, or else axis 0. Only onnx and numpy ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,8 +134,7 @@ def rows_first(model: onnx.ModelProto, config: ModelConfig) -> onnx.ModelProto:
     layout = read_layout(model.graph, config)
     if not layout.bound and not layout.axes:
         return model
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = deepcopy(model)
     graph = changed.graph
     # callers know the names of the file, so the tensors in the layout of the file get other ones
     own = {name: f"{OF_FILE}{name}" for name in layout.axes}

@@ -8,6 +8,7 @@ onnxruntime folds the nodes that compute sizes when it opens a file; ONNX does n
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 
 import onnx
 
@@ -30,8 +31,7 @@ def start_type(model: onnx.ModelProto, value: onnx.ValueInfoProto) -> onnx.Value
         shape = open_session(before).get_outputs()[0].shape
     except Exception:  # onnxruntime's errors have no common base class
         return value
-    complete = onnx.ValueInfoProto()
-    complete.CopyFrom(value)
+    complete = deepcopy(value)
     entries = complete.type.tensor_type.shape.dim
     for place, length in enumerate(shape):
         entry = entries[place] if dims is not None else entries.add()

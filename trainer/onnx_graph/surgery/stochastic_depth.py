@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,8 +124,7 @@ def mark_branches(model: onnx.ModelProto, found: Iterable[Branch]) -> onnx.Model
     by_result = {branch.result: branch for branch in found}
     if not by_result:
         return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     copy.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     # the nodes of the mask stay in the copy, where nothing reads them
     for node in copy.graph.node:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,8 +110,7 @@ def mark_batch_statistics(model: onnx.ModelProto) -> onnx.ModelProto:
     norms = {norm.result: norm for norm in training_norms(model) if norm.placeholder}
     if not norms:
         return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     for graph in graphs_of(copy.graph):
         for node in graph.node:
             if _is_norm(node) and (norm := norms.get(node.output[0])) is not None:

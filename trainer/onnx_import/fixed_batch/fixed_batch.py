@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,8 +104,7 @@ def _file(model: onnx.ModelProto, base: Path | None, train: Sequence[str]) -> Co
     The module computes files in half precision, which onnxruntime rounds at every step, and those with external data,
     of which onnxruntime would need a copy.
     """
-    inference = onnx.ModelProto()
-    inference.CopyFrom(model)
+    inference = deepcopy(model)
     # dropout differs from run to run, and statistics of a batch would mix its rows
     strip_training(inference, keep=[value.name for value in model.graph.output], base=base)
     halves = any(proto.data_type in HALF_TYPES for proto in all_stored_protos(model).values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,7 @@ def _lengths(operand: Value) -> list[int | None]:
 
 def local_body(function: onnx.FunctionProto, node: onnx.NodeProto) -> onnx.FunctionProto:
     """Return the body of a function of the model, with the calling node's attributes filled in."""
-    body = onnx.FunctionProto()
-    body.CopyFrom(function)
+    body = deepcopy(function)
     given = {attribute.name: attribute for attribute in (*function.attribute_proto, *node.attribute)}
     for inner in body.node:
         _fill_in(inner, given)
@@ -82,8 +82,7 @@ def _fill_in(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> 
         if attribute.ref_attr_name:
             if attribute.ref_attr_name not in given:
                 continue
-            value = onnx.AttributeProto()
-            value.CopyFrom(given[attribute.ref_attr_name])
+            value = deepcopy(given[attribute.ref_attr_name])
             value.name = attribute.name
             attribute = value
         kept.append(onnx.AttributeProto.FromString(attribute.SerializeToString()))
@@ -119,8 +118,7 @@ def hoist_stored_tensors(node: onnx.NodeProto, base: Path | None) -> tuple[onnx.
 
         If(c) { then: Add(x, w) with initializer w }    ->    If(c) { then: Add(x, "y/0/w") },  {"y/0/w": tensor}
     """
-    copy = onnx.NodeProto()
-    copy.CopyFrom(node)
+    copy = deepcopy(node)
     tensors: dict[str, torch.Tensor] = {}
     # the name of an output is unique in the graph, that of a node may be absent
     prefix = next(filter(None, node.output), node.name)

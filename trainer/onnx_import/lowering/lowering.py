@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,8 +136,7 @@ def _without_unread(node: onnx.NodeProto, read: set[str]) -> onnx.NodeProto:
         return node
     if all(name in read for name in node.output):
         return node
-    lean = onnx.NodeProto()
-    lean.CopyFrom(node)
+    lean = deepcopy(node)
     # blanked and not removed, because ONNX identifies outputs by position
     lean.output[:] = [name if name in read else "" for name in node.output]
     return lean

@@ -72,9 +72,8 @@ class Estimate:
     def name(self) -> str:
         parallel = self.config.parallel
         num_micro_batches = self.config.train.gradient_accumulation_steps
-        sizes = f"data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline}"
         recompute = "" if self.config.recompute.mode == "none" else f", recompute {self.config.recompute.mode}"
-        return f"{sizes}, ZeRO {parallel.zero}, {num_micro_batches} micro-batches{recompute}"
+        return f"{parallel.layout}, ZeRO {parallel.zero}, {num_micro_batches} micro-batches{recompute}"
 
     @property
     def peak_bytes(self) -> int:

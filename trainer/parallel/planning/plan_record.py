@@ -139,7 +139,7 @@ class Plan(Record):
 
     @property
     def num_ranks(self) -> int:
-        return self.parallel.data * self.parallel.tensor * self.parallel.pipeline
+        return self.parallel.world_size
 
 
 def needs_plan(parallel: ParallelConfig, recompute: RecomputeConfig) -> bool:

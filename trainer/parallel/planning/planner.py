@@ -26,7 +26,7 @@ from onward.trainer.config.sections.training import OptimizerConfig, TrainConfig
 from onward.trainer.data.schema.signature import Signature, read_training_signature
 from onward.trainer.distributed.arithmetic import AMPERE, capability_of, resolve_precision
 from onward.trainer.distributed.preflight import free_memory
-from onward.trainer.errors import ConfigError, UnsupportedModel
+from onward.trainer.errors import ConfigError, UnsupportedModel, reason_of
 from onward.trainer.model.choose_fixed_batch import choose_fixed_batch
 from onward.trainer.model.first_output_units import with_first_units
 from onward.trainer.model.layer_scales import layer_scales, number_layers
@@ -83,10 +83,9 @@ def plan(
     try:
         return estimator.estimate(config).record().model_copy(update={"rates": rates})
     except (RuntimeError, ValueError, IndexError) as error:  # those of torch, for shapes that do not fit
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise UnsupportedModel(
             f"a micro-batch of {config.micro_batch_size} rows does not run on made-up data, or the loss does not fit "
-            f"its results: {type(error).__name__}: {reason}; `onward run` tries it on the first rows of the data and "
+            f"its results: {reason_of(error)}; `onward run` tries it on the first rows of the data and "
             "names the node"
         ) from error
 

@@ -29,6 +29,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.batches import Batch, Batches
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.errors import reason_of
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.parallel.planning.flops import count_flops, measure_flops
 
@@ -164,7 +165,7 @@ def _count(
             counts.append(count_flops(module, inputs, read).total / num_rows)
         return _polynomial(lengths, counts)
     except Exception as reason:
-        log.info("the FLOPs of the graph cannot be counted by shapes: %s", _first_line(reason))
+        log.info("the FLOPs of the graph cannot be counted by shapes: %s", reason_of(reason))
     try:
         found = measure_flops(module, example, read).total / len(example[0])
         log.info("they are counted for the first micro-batch, and may differ with other data")
@@ -195,7 +196,3 @@ def _polynomial(lengths: Lengths, counts: Sequence[float]) -> list[float]:
     matrix = ((points / longest)[:, None, :] ** powers[None, :, :]).prod(2)
     solved = np.linalg.solve(matrix, np.array(counts))
     return [float(value) for value in solved / (longest**powers).prod(1)]
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -10,6 +10,7 @@ one whose input is an image without a batch                    model.start = the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import onnx
@@ -180,8 +181,7 @@ def _propose_classes(draft: Draft, model: onnx.ModelProto, head: DenseHead, numb
     """
     reason = f"the file has {head.num_classes} classes, the data others"
     new = {"output": head.loss.outputs, "loss": head.loss.name, "num_classes": number}
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     try:
         apply_surgery(copy, ModelConfig.model_validate({"path": draft.value("model.path"), **new}), seed=0)
     except ConfigError as error:

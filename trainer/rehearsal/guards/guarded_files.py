@@ -22,7 +22,7 @@ from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.first_rows import read_first_rows
 from onward.trainer.diagnostics.doctor import Diagnosis
-from onward.trainer.errors import ConfigError
+from onward.trainer.errors import ConfigError, reason_of
 from onward.trainer.export.measuring.helper_nodes import costly_helpers
 from onward.trainer.export.measuring.kernel_rounding import exact_form
 from onward.trainer.export.model_file import ModelFile, full_copy
@@ -171,8 +171,7 @@ def guard_run(
     except NotCompared as why:
         findings.not_rehearsed.append(f"the guard: {why}")
     except Exception as error:  # whatever torch, onnxruntime and onnx.reference raise: the passes before it have run
-        text = (str(error).strip().splitlines() or [""])[0]
-        findings.not_rehearsed.append(f"the guard: {type(error).__name__}: {text}")
+        findings.not_rehearsed.append(f"the guard: {reason_of(error)}")
 
 
 def with_guard(found: Diagnosis, config: RunConfig | None = None) -> Diagnosis:
@@ -209,8 +208,7 @@ def guard_of_file(path: Path, config: RunConfig | None = None) -> tuple[Guard | 
         remedy = "do not train this file until it is fixed; a run of it is refused"
         return None, (ExporterWarning(key="guard", what=str(error), remedy=remedy),)
     except Exception as error:  # whatever a file makes torch, onnxruntime or onnx raise
-        what = (str(error).strip().splitlines() or [""])[0]
-        said = f"the file was not compared with its module: {type(error).__name__}: {what}"
+        said = f"the file was not compared with its module: {reason_of(error)}"
         return None, (ExporterWarning(key="guard", what=said, remedy="give `onward doctor` rows of your data as well"),)
 
 

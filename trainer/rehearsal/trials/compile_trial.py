@@ -37,7 +37,7 @@ from onward.trainer.data.storage.first_rows import FirstRows
 from onward.trainer.data.storage.row_counts import count_rows
 from onward.trainer.distributed.arithmetic import set_arithmetic
 from onward.trainer.distributed.processes import MPIContext, threads_of_rank
-from onward.trainer.errors import OnwardError
+from onward.trainer.errors import OnwardError, reason_of
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.weight_casts import casts_kept
 from onward.trainer.parallel.compile_stages import compile_stages
@@ -149,8 +149,7 @@ def decide(
     try:
         times = time_compiled(graph, config, batch, one_shape=not any(c.variable for c in rows.columns.values()))
     except Exception as error:  # the compiler, and what it calls, raise errors of many types
-        why = (str(error).strip().splitlines() or [""])[0]
-        findings.compile = not_compiled(f"compiling failed: {type(error).__name__}: {why}")
+        findings.compile = not_compiled(f"compiling failed: {reason_of(error)}")
         return
     findings.compile = times.choice(steps)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from onnx import TensorProto, helper, inliner, numpy_helper
 from torch import Tensor
 
+from onward.trainer.errors import reason_of
 from onward.trainer.export.measuring.reference_evaluator import open_reference
 from onward.trainer.export.model_file import ModelFile, fp32_copy
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
@@ -76,8 +78,7 @@ def open_second_path(
     own = tuple(value.name for value in plain.graph.input if value.name not in stored)
     _open_weights(plain, set(names))
     read = frozenset(value.name for value in plain.graph.input) & set(names)
-    wide = onnx.ModelProto()
-    wide.CopyFrom(plain)
+    wide = deepcopy(plain)
     _widen(wide)
     reasons = []
     for name, dtype, model, opened in (
@@ -90,7 +91,7 @@ def open_second_path(
             began = time.monotonic()
             results = path.outputs(inputs, weights)
         except Exception as error:  # those of onnxruntime and of onnx.reference have no common base class
-            reasons.append(f"{name}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:160]}")
+            reasons.append(f"{name}: {reason_of(error)[:160]}")
             continue
         # the comparison needs six such passes
         if time.monotonic() - began > SLOWEST_S:

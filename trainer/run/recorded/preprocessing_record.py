@@ -142,6 +142,17 @@ class TokenInput(Record):
     dtype: str
 
 
+class ValueInput(Record):
+    """An input that has the same value for all rows (`model.bind`)."""
+
+    kind: Literal["value"] = "value"
+    value: Any
+    """A number or nested lists of numbers, which are broadcast to `shape`."""
+    shape: tuple[int | None, ...]
+    """None on the axis of the rows, if there is one."""
+    dtype: str
+
+
 class Tokenizer(Record):
     """How texts become tokens, with the library `tokenizers` of Hugging Face."""
 
@@ -164,6 +175,9 @@ class Tokenizer(Record):
     of its own: the library's `stride` and `overflowing`. None = they are truncated."""
     padding: Literal["none"] = "none"
     """The library's own padding is off: `TokenInput` says how batches are padded."""
+
+
+Input = ImageInput | TableInput | TokenInput | AudioInput | ValueInput
 
 
 class OutputMeaning(Record):
@@ -203,7 +217,7 @@ class Preprocessing(Record):
     """Its digest, as in model.json."""
     begins_at: tuple[str, ...] = ()
     """Where only a part of the file was trained (`model.start`): `inputs` are these tensors inside of it; else ()."""
-    inputs: dict[str, Annotated[ImageInput | TableInput | TokenInput | AudioInput, Field(discriminator="kind")]]
+    inputs: dict[str, Annotated[Input, Field(discriminator="kind")]]
     """Input of the model -> how it is computed."""
     window_length: int | None = None
     """Of windows over time series: so many successive values of a column, the oldest first, are one cell; else None."""

@@ -34,13 +34,14 @@ SIZES = ((90, 40), (37, 120), (SIDE, SIDE), (20, 30), (300, 200), (1, 64))
 """Height and width of images: portrait, landscape, of the size of the input, smaller, larger."""
 
 
-def set_model(height: int = 32, width: int = 48, *, beside: str = "") -> onnx.ModelProto:
-    """Class scores and boxes of 5 queries. beside: a further output of this kind."""
+def set_model(height: int = 32, width: int = 48, *, beside: str = "", masked: bool = False) -> onnx.ModelProto:
+    """Class scores and boxes of 5 queries. beside: a further output of this kind. masked: pixels have a mask."""
     g = GraphWriter("set")
-    x = g.op(
-        "GlobalAveragePool",
-        g.op("Conv", g.input("image", ("n", 3, height, width)), g.weight("c", g.normal(1, 8, 3, 4, 4))),
-    )
+    pixels = g.input("image", ("n", 3, height, width))
+    if masked:
+        mask = g.op("Cast", g.input("pixel_mask", ("n", height, width), TensorProto.INT64), to=TensorProto.FLOAT)
+        pixels = g.op("Mul", pixels, g.op("Unsqueeze", mask, g.weight("axes", [1])))
+    x = g.op("GlobalAveragePool", g.op("Conv", pixels, g.weight("c", g.normal(1, 8, 3, 4, 4))))
     x = g.op("Flatten", x)
     for name, last in (("logits", 4), ("boxes", 4)):
         raw = g.op(
@@ -64,7 +65,7 @@ def with_axes(model: onnx.ModelProto, axes: int) -> onnx.ModelProto:
     return model
 
 
-def detector_run(folder: Path, model: onnx.ModelProto, loss: Any, **image: Any) -> RunDir:
+def detector_run(folder: Path, model: onnx.ModelProto, loss: Any, *, bind: Any = None, **image: Any) -> RunDir:
     shown = pictures(folder, 4)
     annotate(folder, shown)
     shutil.copytree(folder / "images", folder / "held")
@@ -74,7 +75,7 @@ def detector_run(folder: Path, model: onnx.ModelProto, loss: Any, **image: Any) 
         "label": "boxes",
         "image": {"boxes": "../annotations.json", **image},
     }
-    return exported_run(folder, model, data=data, loss=loss)
+    return exported_run(folder, model, data=data, loss=loss, model={"bind": bind or {}})
 
 
 def grid_loss(family: str) -> list[dict[str, Any]]:
@@ -108,6 +109,9 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], Any, str, Callable[[Array]
     "a set, in shares": (
         set_model, "set", "boxes", lambda out: corners(out[0]), lambda boxes: boxes * SIDES
     ),
+    "a set, with a bound mask": (
+        lambda: set_model(masked=True), "set", "boxes", lambda out: corners(out[0]), lambda boxes: boxes * SIDES
+    ),
 }  # fmt: skip
 """File, family, output; corners of its boxes in an image; and these in pixels of the input."""
 
@@ -119,7 +123,9 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], Any, str, Callable[[Array]
 def test_boxes_in_the_original_become_those_of_the_file_as_labels_do(tmp_path: Path, case: str, resize: str) -> None:
     make, family, name, read, in_pixels = CASES[case]
     model = make()
-    run = detector_run(tmp_path, model, SET_LOSS if family == "set" else grid_loss(family), resize=resize)
+    bound = {"pixel_mask": 1} if case == "a set, with a bound mask" else {}
+    loss = SET_LOSS if family == "set" else grid_loss(family)
+    run = detector_run(tmp_path, model, loss, bind=bound, resize=resize)
     exported = exported_model(tmp_path / "model.onnx")
     difference, _ = write_with_preprocessing(run, exported, evaluation_data(run), tmp_path / "with.onnx")
     assert difference < 1e-5
@@ -137,7 +143,10 @@ def test_boxes_in_the_original_become_those_of_the_file_as_labels_do(tmp_path: P
         fed = serve().model_inputs(recipe, {"image": [content]}, tmp_path)
         of_file = dict(zip([each.name for each in plain.get_outputs()], plain.run(None, fed), strict=True))
         pixels = pixels_of(decode_image(content, grey=False))[None]
-        of_variant = dict(zip(of_file, inside.run(None, {inside.get_inputs()[0].name: pixels}), strict=True))
+        given = {name: array for name, array in fed.items() if name in bound}
+        for value in inside.get_inputs():
+            given.setdefault(value.name, pixels)
+        of_variant = dict(zip(of_file, inside.run(None, given), strict=True))
         original = read(of_variant.pop(name))
         boxes = in_pixels(read(of_file.pop(name)))
         assert len(boxes) >= 3

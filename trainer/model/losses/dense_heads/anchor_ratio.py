@@ -29,7 +29,7 @@ from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.anchor_matches import anchor_matches
-from onward.trainer.model.losses.dense_heads.assigned import DividedLoss, ciou
+from onward.trainer.model.losses.dense_heads.assigned import DividedLoss, around, ciou
 from onward.trainer.model.losses.dense_heads.head import Head
 
 OFFSET = 0.0
@@ -42,8 +42,7 @@ def decode(head: Head) -> Tensor:
     """Return the corners of all boxes, in pixels: [B, P, 4]."""
     shifts, sides = (2 * head.codes.sigmoid()).chunk(2, -1)
     centres = head.points + (shifts - 0.5) * head.strides[:, None]
-    halves = sides.square() * head.anchors / 2
-    return torch.cat([centres - halves, centres + halves], -1)
+    return around(centres, sides.square() * head.anchors)
 
 
 def confidence(head: Head) -> Tensor:

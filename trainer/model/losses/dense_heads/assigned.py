@@ -58,9 +58,7 @@ def of_offsets(codes: Tensor, points: Tensor, anchors: Tensor, scales: Tensor) -
     shifts, sides = (codes / scales).chunk(2, -1)
     # as in torchvision: no box is more than 62.5 times as large as its anchor
     greatest = torch.log(torch.tensor(1000.0 / 16, device=codes.device))
-    centres = points + shifts * anchors
-    halves = anchors * sides.clamp(max=greatest).exp() / 2
-    return torch.cat([centres - halves, centres + halves], -1)
+    return around(points + shifts * anchors, anchors * sides.clamp(max=greatest).exp())
 
 
 def to_offsets(boxes: Tensor, points: Tensor, anchors: Tensor, scales: Tensor) -> Tensor:
@@ -70,9 +68,9 @@ def to_offsets(boxes: Tensor, points: Tensor, anchors: Tensor, scales: Tensor) -
     return torch.cat([shifts, ((last - first) / anchors).log()], -1) * scales
 
 
-def around(points: Tensor, anchors: Tensor) -> Tensor:
-    """Return the corners of anchors: [P, 4]."""
-    return torch.cat([points - anchors / 2, points + anchors / 2], -1)
+def around(centres: Tensor, sides: Tensor) -> Tensor:
+    """Return the corners of boxes, [..., 4], with these centres and sides, [..., 2]."""
+    return torch.cat([centres - sides / 2, centres + sides / 2], -1)
 
 
 def overlaps(ours: Tensor, theirs: Tensor) -> Tensor:

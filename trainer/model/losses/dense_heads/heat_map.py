@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.model.losses.dense_heads.assigned import DividedLoss
+from onward.trainer.model.losses.dense_heads.assigned import DividedLoss, around
 from onward.trainer.model.losses.dense_heads.head import Head
 
 OFFSET = 0.0
@@ -29,8 +29,7 @@ def decode(head: Head) -> Tensor:
     """Return the corners of all boxes, in pixels: [B, P, 4]."""
     shifts, sizes = head.codes.chunk(2, -1)
     centres = head.points + shifts * head.strides[:, None]
-    halves = sizes * head.strides[:, None] / 2
-    return torch.cat([centres - halves, centres + halves], -1)
+    return around(centres, sizes * head.strides[:, None])
 
 
 def confidence(head: Head) -> Tensor:

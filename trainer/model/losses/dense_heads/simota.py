@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.model.losses.dense_heads.anchor_ratio import confidence
-from onward.trainer.model.losses.dense_heads.assigned import DividedLoss, boxes_of, classes_of, overlaps
+from onward.trainer.model.losses.dense_heads.assigned import DividedLoss, around, boxes_of, classes_of, overlaps
 from onward.trainer.model.losses.dense_heads.head import Head
 
 OFFSET = 0.0
@@ -32,8 +32,7 @@ def decode(head: Head) -> Tensor:
     shifts, sides = head.codes.chunk(2, -1)
     centres = head.points + shifts * head.strides[:, None]
     # far beyond any image; the areas of still greater boxes would not be finite
-    halves = sides.clamp(max=MOST_CODE).exp() * head.strides[:, None] / 2
-    return torch.cat([centres - halves, centres + halves], -1)
+    return around(centres, sides.clamp(max=MOST_CODE).exp() * head.strides[:, None])
 
 
 def loss(head: Head, labels: Tensor, config: LossConfig) -> DividedLoss:

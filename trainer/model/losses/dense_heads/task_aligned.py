@@ -24,6 +24,7 @@ from torch import Tensor
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.model.losses.dense_heads.assigned import (
     DividedLoss,
+    around,
     boxes_of,
     ciou,
     classes_of,
@@ -106,8 +107,8 @@ def assign(
     least: the shortest side of a box in which points are looked for, in pixels. most, kept: see `loss`.
     """
     centres = (boxes[..., :2] + boxes[..., 2:]) / 2
-    halves = (boxes[..., 2:] - boxes[..., :2]).clamp(min=least) / 2
-    may = inside(points, torch.cat([centres - halves, centres + halves], -1), TINY) & is_trained[..., None]
+    sides = (boxes[..., 2:] - boxes[..., :2]).clamp(min=least)
+    may = inside(points, around(centres, sides), TINY) & is_trained[..., None]
     # the score of each prediction for the class of each object
     of_class = scores.transpose(1, 2).gather(1, classes[..., None].expand(-1, -1, len(points)))
     overlap = ciou(found[:, None], boxes[:, :, None]).clamp(min=0) * may

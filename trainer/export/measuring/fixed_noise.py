@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from pathlib import Path
 
 import onnx
 import onnxruntime
@@ -59,8 +60,12 @@ class NoiseSessions:
         return list(self._session.run(None, {**feed, **{name: drawn[name] for name in drawn.keys() & names}}))
 
     def _open(self, drawn: Mapping[str, Array]) -> onnxruntime.InferenceSession:
-        file = self._model if isinstance(self._model, ModelFile) else None
-        copy = deepcopy(file.proto if file else self._model)
+        proto = self._model
+        folder: Path | None = None
+        if isinstance(proto, ModelFile):
+            folder = proto.path.parent
+            proto = proto.proto
+        copy = deepcopy(proto)
         random_nodes = [node for node in copy.graph.node if node.op_type in RANDOM]
         fixed = {name for node in random_nodes for name in node.output} & drawn.keys()
         kept = [node for node in copy.graph.node if not fixed & set(node.output)]
@@ -69,7 +74,7 @@ class NoiseSessions:
         for name in sorted(fixed):
             element_type = helper.np_dtype_to_tensor_dtype(drawn[name].dtype)
             copy.graph.input.append(helper.make_tensor_value_info(name, element_type, None))
-        return open_session(copy, base=file.path.parent if file else None)
+        return open_session(copy, base=folder)
 
 
 def noise_inside_bodies(model: onnx.ModelProto) -> list[str]:

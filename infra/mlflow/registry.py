@@ -39,9 +39,7 @@ class Registry(Store):
     @translate_errors
     def served(self, name: str, alias: str) -> RegisteredVersion | None:
         """Return the version that an alias names; None if there is none, or no model of this name."""
-        # asked of the model itself, because an alias that does not exist is an error like any other
-        models = self._client.search_registered_models(f"name = '{name}'", max_results=1)
-        version = models[0].aliases.get(alias) if models else None
+        version = (self._aliases(name) or {}).get(alias)
         return _found(self._client.get_model_version(name, version)) if version else None
 
     @translate_errors
@@ -57,17 +55,17 @@ class Registry(Store):
     @translate_errors
     def in_use(self, name: str) -> frozenset[str]:
         """Return the versions of a model that an alias names, and its newest one; none of a model that was deleted."""
-        models = self._client.search_registered_models(f"name = '{name}'", max_results=1)
+        numbers = [int(each.version) for each in self._client.search_model_versions(f"name = '{name}'")]
+        named = (self._aliases(name) or {}).values()
         # the newest stays in use without an alias, because a person may still decide about it
-        newest = max((int(each.version) for each in self._client.search_model_versions(f"name = '{name}'")), default=0)
-        return frozenset(str(each) for model in models for each in (*model.aliases.values(), newest))
+        return frozenset(map(str, [*named, *sorted(numbers)[-1:]]))
 
     @translate_errors
     def remove_alias(self, version: RegisteredVersion, alias: str) -> None:
         """Remove an alias if it names this version."""
-        models = self._client.search_registered_models(f"name = '{version.name}'", max_results=1)
+        named = (self._aliases(version.name) or {}).get(alias)
         # another run may have moved the alias to its own version meanwhile
-        if models and str(models[0].aliases.get(alias)) == version.version:
+        if str(named) == version.version:
             self._client.delete_registered_model_alias(version.name, alias)
 
     @translate_errors
@@ -90,11 +88,10 @@ class Registry(Store):
                 f"{uri} is not of the form models:/NAME@ALIAS, models:/NAME/VERSION or models:/NAME/latest"
             )
         name, alias, number = found.groups()
-        models = self._client.search_registered_models(f"name = '{name}'", max_results=1)
-        if not models:
+        aliases = self._aliases(name)
+        if aliases is None:
             raise TrackingError(f"{uri}: MLflow at {self.tracking_uri} has no registered model {name!r}")
         if alias:
-            aliases = models[0].aliases
             if alias not in aliases:
                 known = ", ".join(f"{each} (version {at})" for each, at in sorted(aliases.items())) or "none"
                 raise TrackingError(f"{uri}: {name} has no alias {alias!r}; its aliases are {known}")
@@ -107,6 +104,12 @@ class Registry(Store):
             known = ", ".join(map(str, numbers[-10:])) or "none"
             raise TrackingError(f"{uri}: {name} has no version {number}; its versions are {known}")
         return next(_found(each) for each in versions if str(each.version) == str(wanted))
+
+    def _aliases(self, name: str) -> dict[str, str] | None:
+        """Return alias -> version of a model; None if there is no model of this name."""
+        # asked of the model itself, because an alias that does not exist is an error like any other
+        models = self._client.search_registered_models(f"name = '{name}'", max_results=1)
+        return models[0].aliases if models else None
 
     @translate_errors
     def download(self, source: RegisteredVersion | str, folder: Path) -> Path:

@@ -10,6 +10,7 @@ A long log has millions of lines, so series and laps are arrays of numbers.
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Mapping
@@ -30,6 +31,7 @@ from onward.trainer.events import (
     read_lines,
 )
 
+MFU = "train/mfu"
 TAIL_BYTES = 1 << 16
 """Bytes at the end of a log that have its newest values."""
 
@@ -199,6 +201,9 @@ class RunHistory:
                 # a step that overflows is tried again, and logs some metrics again
                 if not series.steps or event.step > series.steps[-1]:
                     series.append(event.step, value)
+        # the peak of the attempt was wrong from its start
+        if math.isnan(event.values.get(MFU, 0.0)):
+            attempt.series.pop(MFU, None)
 
     @property
     def newest(self) -> AttemptHistory:

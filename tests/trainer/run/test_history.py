@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
-from onward.trainer.events import CheckpointSaved, Ended, Evaluated, EventWriter, Started, Times
+from onward.tasks.shown.training_progress import Progress
+from onward.trainer.events import CheckpointSaved, Ended, Evaluated, EventWriter, Scalars, Started, Times
 from onward.trainer.run.history import TAIL_BYTES, RunHistory
 
 
@@ -53,6 +55,24 @@ def test_the_log_is_followed_and_a_resumed_attempt_begins_at_an_earlier_step(tmp
     assert (started, history.step, history.last_step, history.num_steps) == (history.start, 3, 5, 30)
     history.read()
     assert history.num_events == 11
+
+
+def test_a_share_of_the_peak_that_is_called_wrong_is_none_of_its_attempt(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    history = RunHistory(log)
+    for number, shares in ((1, (0.5, 0.6)), (2, (0.9, math.nan))):
+        writer = EventWriter(log, attempt=number, rank=0)
+        for step, share in enumerate(shares, 1):
+            writer.emit(Scalars(step=step, values={"train/loss": 1.0, "train/mfu": share}))
+        writer.emit(Scalars(step=3, values={"train/loss": 1.0}))
+        writer.close()
+    history.read()
+    assert [list(attempt.series) for attempt in history.attempts.values()] == [
+        ["train/loss", "train/mfu"],
+        ["train/loss"],
+    ]
+    assert math.isnan(Progress(history).newest("mfu"))
+    assert Progress(history).summary("FINISHED").costs == {"mfu": 0.55}
 
 
 def test_only_the_series_that_are_asked_for_are_kept_and_the_laps_as_they_were_logged(tmp_path: Path) -> None:

@@ -14,9 +14,12 @@ from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
+Functions = dict[str, tuple[Callable[..., Any], tuple[int, ...]]]
+"""Operator -> the function of torch, and the versions of ONNX."""
+
 # -- one operand, no attributes
 
-UNARY: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+UNARY: Functions = {
     "Abs": (torch.abs, (6, 13)),
     "Acos": (torch.acos, (7, 22)),
     "Acosh": (torch.acosh, (9, 22)),
@@ -104,7 +107,7 @@ def power(base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     return torch.pow(base, exponent).to(base.dtype)
 
 
-BINARY: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+BINARY: Functions = {
     "Add": (torch.add, (7, 13, 14)),
     "Sub": (torch.sub, (7, 13, 14)),
     "Mul": (torch.mul, (7, 13, 14)),
@@ -195,7 +198,7 @@ def prelu(c: Call, x: Value, slope: Value) -> Value:
 
 # -- any number of operands
 
-VARIADIC: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+VARIADIC: Functions = {
     "Max": (torch.maximum, (6, 8, 12, 13)),
     "Min": (torch.minimum, (6, 8, 12, 13)),
     "Sum": (torch.add, (6, 8, 13)),

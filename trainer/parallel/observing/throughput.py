@@ -121,7 +121,7 @@ class Throughput:
         return found | {"memory_bytes": self._memory}
 
     def _share_of_peak(self, flops_per_s: float) -> dict[str, float]:
-        """Return {"mfu": ...}; {} from the first share above 1 on: such a peak was measured beside other work."""
+        """Return {"mfu": ...}: NaN for the first share above 1, whose peak was measured beside other work, then {}."""
         if not self._peak:
             return {}
         mfu = flops_per_s / self._peak
@@ -134,7 +134,7 @@ class Throughput:
                 *(100 * mfu, self._peak / 1e12),
             )
         self._peak = None
-        return {}
+        return {"mfu": math.nan}
 
     def _greatest(self, number: float) -> float:
         """Return the greatest number of all ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,10 +89,13 @@ def test_a_peak_that_the_training_exceeds_is_called_measured_too_low_once_and_sh
 ) -> None:
     clock = Clock(monkeypatch)
     pace = Throughput(EACH, 1e9, CPU, clock, counts=True, is_text=False, step=0)
+    shown = []
     for step in (1, 2):
         pace.add(8, pace.work_of([of(8)]))
         clock.now += 1.0
-        assert "mfu" not in pace.values(step)
+        shown.append(pace.values(step).get("mfu"))
+    assert math.isnan(shown[0])
+    assert shown[1] is None
     (record,) = caplog.records
     assert "2400 % of the peak of 0.001 TFLOP/s" in record.getMessage()
 

@@ -270,16 +270,21 @@ def test_killed_and_resumed_it_has_the_same_bits(kind: str, data: Path, alone: R
 
 
 @pytest.mark.slow
-def test_mosaics_and_mixed_images_train_alike_on_two_ranks_and_after_a_kill(data: Path, tmp_path: Path) -> None:
-    image = {"augment": {"mosaic": 0.7, "mixup": 8.0, "flip": 0.5}, "resize": "pad_grey"}
+@pytest.mark.parametrize("mosaic", [0.7, [0.7, 1]])
+def test_mosaics_and_mixed_images_train_alike_on_two_ranks_and_after_a_kill(
+    mosaic: Any, data: Path, tmp_path: Path
+) -> None:
+    image = {"augment": {"mosaic": mosaic, "mixup": 8.0, "flip": 0.5}, "resize": "pad_grey"}
     runs = {}
-    for name, settings in (("alone", {}), ("two", {"parallel": {"data": 2}}), ("killed", {})):
+    for name, settings in (("alone", {}), ("two", {"parallel": {"data": 2}}), ("killed", {}), ("at the switch", {})):
         run = runs[name] = detector_run(tmp_path / name, data, kind="yolov5", image=image, **settings)
-        if name == "killed":
-            train_until(run, ("checkpoint", 4), rank=0)
+        # the last epoch begins at step 8
+        if name in ("killed", "at the switch"):
+            train_until(run, ("checkpoint", 4 if name == "killed" else 8), rank=0)
         train_run(run)
     wanted = final_tensors(runs["alone"])
     assert_equal_bits(final_tensors(runs["killed"]), wanted)
+    assert_equal_bits(final_tensors(runs["at the switch"]), wanted)
     for name, value in final_tensors(runs["two"]).items():
         np.testing.assert_allclose(value, wanted[name], rtol=2e-4, atol=2e-5, err_msg=name)
     losses = [values["evaluation/loss"] for values in evaluations(runs["alone"])]

@@ -15,7 +15,9 @@ from PIL import Image
 
 import onward
 from onward.flows import predict as flows_predict
+from onward.flows.box_evaluation import _recorded
 from onward.trainer.__main__ import evaluation_data
+from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.images.geometry import resized_size
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export.measuring.file_precision import objects_of
@@ -30,7 +32,7 @@ from tests.equivalence.test_detectors import GRID_LOSS, grid_model
 from tests.support.detectors import STRIDES, detector_file, image_file, with_selection
 from tests.support.exported_runs import exported_model, exported_run
 from tests.trainer.data.images.test_boxes import annotate, pictures
-from tests.trainer.export.preprocessing.test_box_nodes import SET_LOSS, grid_loss, set_model
+from tests.trainer.export.preprocessing.test_box_nodes import SET_LOSS, detector_run, grid_loss, set_model
 
 INNER_OUTPUTS = [
     f"/detector/{name}_output_0"
@@ -141,6 +143,23 @@ def test_evaluate_gives_the_map_of_the_evaluation_and_of_the_file(tmp_path: Path
     assert ("file/map" in found.metrics) == (case == "decoded")
     with pytest.raises(DataError, match="nothing says where the boxes"):
         onward.evaluate(path, tmp_path / "new" / "photos")
+
+
+@pytest.mark.parametrize("resize", ["stretch", "pad", "pad_grey", "corner_grey", "corner_mean"])
+def test_a_file_is_measured_with_the_size_and_the_borders_of_its_training(resize: str, tmp_path: Path) -> None:
+    mean = [0.4, 0.5, 0.6]
+    run = detector_run(
+        tmp_path, set_model(), SET_LOSS, resize=resize, size=[32, 48], mean=mean, std=[0.2, 0.25, 0.3], color="bgr"
+    )
+    objects = {"outputs": ["logits", "boxes"], "form": None, "loss": SET_LOSS[0]}
+    record = exported_model(tmp_path / "model.onnx").model_copy(update={"objects": objects})
+    write_preprocessing(run, record, tmp_path)
+    recipe = json.loads((tmp_path / "preprocessing.json").read_text())
+    settings = _recorded(record.path, recipe)["data"]["image"]
+    read, trained = ImageConfig.model_validate(settings), read_config(run).data.image
+    assert trained
+    for name in ("resize", "size", "mean", "std", "scale", "color", "interpolation", "crop_ratio"):
+        assert getattr(read, name) == getattr(trained, name), name
 
 
 def test_boxes_are_written_as_coco_has_them_and_other_forms_name_one_that_works(tmp_path: Path) -> None:

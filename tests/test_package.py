@@ -135,6 +135,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     assert imported(*PACKAGES) == names(wanted) - IMPORTED_BY_OTHERS
 
 
+@pytest.mark.slow
 def test_the_trainer_needs_the_base_installation_and_what_the_data_needs() -> None:
     groups = declared()
     assert imported("trainer/", at_the_top=True) <= names(groups[""])
@@ -218,6 +219,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     subprocess.run([environment / "bin" / "onward", "down"], env=made.variables, cwd=project, check=False)
 
 
+@pytest.mark.slow
 def test_the_installed_package_is_imported_and_not_the_checkout(installed: Installed) -> None:
     found = installed.call(
         "python", "-c", "import onward, onward.flows.cli as cli; print(onward.__file__, cli.__file__)"

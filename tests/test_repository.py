@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -49,6 +50,18 @@ def sources() -> list[str]:
     return sorted(path for path in tracked() if path.endswith(".py") and path.split("/")[0] in PACKAGES)
 
 
+@functools.cache
+def text_of(path: str) -> str:
+    """The content of a file of the repository."""
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+@functools.cache
+def tree_of(path: str) -> ast.Module:
+    """The syntax tree of a Python file, which several tests walk."""
+    return ast.parse(text_of(path))
+
+
 # -- layout
 
 
@@ -69,7 +82,7 @@ def test_every_source_file_has_a_line_in_the_source_tree_page() -> None:
 
 
 def test_a_source_file_over_400_lines_has_a_reason() -> None:
-    lengths = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in sources()}
+    lengths = {path: len(text_of(path).splitlines()) for path in sources()}
     long = {path for path, length in lengths.items() if length > MOST_LINES}
     assert long - LONG_FILES.keys() == set(), "split it, or give the reason in LONG_FILES"
     assert LONG_FILES.keys() - long == set(), "it is short now: remove it from LONG_FILES"
@@ -129,7 +142,7 @@ def test_no_two_modules_have_one_name() -> None:
 def test_a_function_over_60_lines_is_listed_with_its_most_lines() -> None:
     long = {}
     for path in sources():
-        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MOST_FUNCTION_LINES:
@@ -142,7 +155,7 @@ def test_a_function_over_60_lines_is_listed_with_its_most_lines() -> None:
 def test_no_statement_makes_more_than_two_decisions() -> None:
     dense = []
     for path in sources():
-        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.stmt) and sum(map(num_decisions, parts(node))) > MOST_DECISIONS:
                 dense.append(f"{path}:{node.lineno}")
     assert dense == [], "name a part of it, or write a loop or an if statement"
@@ -175,7 +188,7 @@ def num_decisions(tree: ast.AST) -> int:
 def test_few_functions_take_the_whole_configuration() -> None:
     count = 0
     for path in sources():
-        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
                 types = {ast.unparse(each.annotation) for each in arguments if each.annotation}
@@ -187,7 +200,7 @@ def test_comments_are_a_part_of_the_lines() -> None:
     lines = comments = 0
     shares = dict[str, float]()
     for path in sources():
-        stripped = [line.strip() for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
+        stripped = [line.strip() for line in text_of(path).splitlines()]
         own = sum(line.startswith("#") for line in stripped)
         lines += len(stripped)
         comments += own
@@ -201,7 +214,7 @@ def test_the_tree_keeps_its_budgets_of_tokens_and_settings(capsys: pytest.Captur
     """The budgets of https://docs.python.org/3/library/tokenize.html tokens: an f-string is one in Python 3.11."""
     tokens, lines = 0, 0
     for path in sources():
-        file_tokens, file_lines = density((ROOT / path).read_text(encoding="utf-8"))
+        file_tokens, file_lines = density(path)
         if file_lines > 30:
             assert file_tokens / file_lines <= DENSEST_FILE, path
         tokens += file_tokens
@@ -215,10 +228,10 @@ def test_the_tree_keeps_its_budgets_of_tokens_and_settings(capsys: pytest.Captur
         assert tokens / lines <= DENSEST_TREE
 
 
-def density(text: str) -> tuple[int, int]:
+def density(path: str) -> tuple[int, int]:
     """Return (tokens, lines with a token) of a module, without docstrings and comments."""
     documented: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if is_text and isinstance(node.value.value, str):
             documented |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
@@ -226,7 +239,7 @@ def density(text: str) -> tuple[int, int]:
     passed_over.add(tokenize.ENDMARKER)
     count = 0
     lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokenize.generate_tokens(io.StringIO(text_of(path)).readline):
         if token.type not in passed_over and token.start[0] not in documented:
             count += 1
             lines |= {*range(token.start[0], token.end[0] + 1)}
@@ -238,7 +251,7 @@ def num_settings() -> int:
     count = 0
     for path in sources():
         if path.startswith("trainer/config/"):
-            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            for node in ast.walk(tree_of(path)):
                 bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
                 if any("Section" in base or "Config" in base for base in bases):
                     count += sum(isinstance(field, ast.AnnAssign) for field in node.body)
@@ -246,12 +259,12 @@ def num_settings() -> int:
 
 
 def test_every_module_has_a_docstring() -> None:
-    silent = [path for path in sources() if not ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8")))]
+    silent = [path for path in sources() if not ast.get_docstring(tree_of(path))]
     assert not silent
 
 
 def test_share_of_comment_lines_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line.strip() for path in sources() for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
+    lines = [line.strip() for path in sources() for line in text_of(path).splitlines()]
     comments = sum(line.startswith("#") for line in lines)
     with capsys.disabled():
         print(f" [{len(sources())} files, {len(lines)} lines, {comments / len(lines):.1%} comments] ", end="")
@@ -283,7 +296,7 @@ def test_no_name_is_one_that_a_standard_term_has_replaced() -> None:
 
 def defined_names(path: str) -> Iterator[str]:
     """Names of the classes, functions, arguments and annotated fields that a file defines."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -340,4 +353,4 @@ def test_nothing_is_unpickled() -> None:
         r"broadcast_object_list|weights_only=False|allow_pickle=True",
         re.M,
     )
-    assert [path for path in sources() if suspicious.search((ROOT / path).read_text(encoding="utf-8"))] == []
+    assert [path for path in sources() if suspicious.search(text_of(path))] == []

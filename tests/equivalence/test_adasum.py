@@ -155,6 +155,7 @@ def members(hosts: str) -> list[list[int]]:
     return [[n for n in range(5) if hosts[n] == name] for name in dict.fromkeys(hosts)]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "cases", [pytest.param(HOSTS, marks=pytest.mark.slow, id="neighbours"), pytest.param(INTERLEAVED, id="interleaved")]

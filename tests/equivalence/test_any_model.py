@@ -47,7 +47,7 @@ QUICK = quick_cases()
 CASES = [
     pytest.param(case, id="-".join((*case[:2], "folded" if case[2] else "plain")), marks=marks)
     for case in EVERY
-    for marks in ([] if case in QUICK[::6] else [pytest.mark.slow],)
+    for marks in ([] if case in QUICK[::12] else [pytest.mark.slow],)
 ]
 PLAIN = [case for case in CASES if not case.values[0][2]]
 

@@ -61,6 +61,7 @@ def assert_same_average(runs: dict[Case, RunDir], cases: list[Case]) -> None:
         assert abs(last["evaluation/loss"] / losses[-1] - 1) > 10 * TOLERANCE, "they are evaluated apart"
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "layout",

@@ -121,7 +121,7 @@ DETECTORS: dict[str, Callable[[], tuple[onnx.ModelProto, list[dict[str, Any]]]]]
 DETECTORS |= {f"file of {family}": partial(recognised, family) for family in HEADS}
 TRANSFORMERS = ("rt_detr", "yolos", "detr")
 DETECTORS |= {f"{name} of transformers": partial(transformers_detector, name) for name in TRANSFORMERS}
-QUICK = ("set", "yolov5")
+QUICK = ("set",)
 
 
 def detector_run(

@@ -39,6 +39,7 @@ def trained(folder: Path) -> tuple[RunDir, Path]:
     return run, run.checkpoint(runs.train_run(run).step)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.usefixtures("forked")
 def test_a_model_that_keeps_its_weights_elsewhere_is_trained_and_written_with_all_that_goes_with_it(

@@ -167,6 +167,7 @@ def stream(run: RunDir) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("layout", "rank"), [("tp2 x pp2", 3), pytest.param("2x2x2", 5, marks=pytest.mark.slow)], ids=["2x2", "2x2x2"]

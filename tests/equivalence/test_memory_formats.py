@@ -40,6 +40,7 @@ def test_the_default_stores_weights_of_this_model_channels_last() -> None:
     assert any(not weight.is_contiguous() for weight in module.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("data", "steps"), [(2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 1), (1, 2), (2, 1)])]

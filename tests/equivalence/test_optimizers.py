@@ -83,6 +83,7 @@ def test_every_optimizer_is_in_the_matrix() -> None:
     assert OPTIMIZERS.keys() == UPDATE_RULES.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_optimizers_that_need_full_weights_train_on_shards_of_shards_what_one_rank_trains(tmp_path: Path) -> None:
     names = ("adafactor", "muon")

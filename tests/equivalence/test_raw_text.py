@@ -66,6 +66,7 @@ def test_masks_and_windows_are_those_of_an_undisturbed_run_after_any_kill(tmp_pa
     assert_kills_change_nothing(killed, undisturbed, at=(1, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_two_ranks_mask_what_one_rank_masks(tmp_path: Path) -> None:
     alone = text_run(tmp_path / "alone", "masked")

@@ -112,6 +112,7 @@ MODELS: dict[str, tuple[onnx.ModelProto, dict[str, np.ndarray[Any, Any]], Any]] 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ def test_links_in_a_folder_that_lead_out_of_it_are_refused(make: Callable[[Path]
     assert problem.endswith(REMEDY)
 
 
+@pytest.mark.slow
 def test_another_root_is_allowed_by_name_alone(place: Path) -> None:
     source = write_table(place, {3: str(place / "private" / "photo.png"), 5: "/elsewhere/x.png"}, "csv")
     (problem,) = command_refuses(place, source, "data.files_from='private'")

@@ -308,6 +308,7 @@ def test_versions_are_compared_with_their_ranges(installed: dict[str, str], foun
     assert (old.level, old.what.endswith("and Onward needs >=4")) == ("problem", True)
 
 
+@pytest.mark.slow
 def test_a_package_newer_than_the_newest_that_was_tried_is_allowed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.99.1", "onnx": "1.23.9"}
     note, ok = packages.compared(DECLARED, "", installed.get)

@@ -510,7 +510,7 @@ FOLDERS = (classes, numbers, images, texts, masks, sounds)
 
 
 @pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", [classes, *(pytest.param(each, marks=pytest.mark.slow) for each in FOLDERS[1:])])
 def test_without_the_mistake_the_same_folder_is_accepted(
     folder: Change, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

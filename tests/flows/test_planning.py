@@ -140,6 +140,7 @@ def test_a_measurement_ends_in_time_and_removes_what_a_killed_one_has_left(
     assert [path.name for path in home.iterdir()] == ["calibrations"]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.usefixtures("forked")
 def test_a_measurement_that_fails_raises_the_error_of_its_rank_and_leaves_nothing(

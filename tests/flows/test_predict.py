@@ -203,6 +203,7 @@ def registered(run: RunDir, home: Path, model: Path) -> Path:
     return registry.download(version, home / "downloaded").parent
 
 
+@pytest.mark.slow
 def test_a_registered_model_predicts_on_the_columns_of_training(run: RunDir, home: Path, tmp_path: Path) -> None:
     folder = registered(run, home, tmp_path)
     import mlflow.pyfunc  # warns of itself, unless Onward has imported it

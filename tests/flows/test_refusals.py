@@ -193,6 +193,7 @@ def test_all_problems_are_reported_at_once(workshop: Path) -> None:
     assert len(problems) == 4
 
 
+@pytest.mark.slow
 def test_converters_that_do_not_run_are_reported_with_everything_else(workshop: Path) -> None:
     (workshop / "runs.py").write_text("from onnx2torch import convert\n")
     (workshop / "fails.py").write_text("import a_library_that_is_not_installed\n")
@@ -207,6 +208,7 @@ def test_converters_that_do_not_run_are_reported_with_everything_else(workshop: 
     )
 
 
+@pytest.mark.slow
 def test_cuts_that_the_import_may_make_are_looked_for_in_the_imported_graph(workshop: Path) -> None:
     problems, _ = run_refused(workshop, *PIPELINE, "parallel.cuts=['pooled_']", "data.label=absent")
     label, cut = problems

@@ -176,6 +176,7 @@ def test_the_page_of_the_examples_shows_their_configurations() -> None:
         assert f"onward example {name}\nonward run {name}/{name}.toml\n" in page
 
 
+@pytest.mark.slow
 def test_an_example_is_written_whole_and_never_over_other_files(workshop: Workshop) -> None:
     folder = workshop.root / "here"
     assert workshop.onward("example")["examples"].keys() == FOLDERS.keys()
@@ -190,6 +191,7 @@ def test_an_example_is_written_whole_and_never_over_other_files(workshop: Worksh
     assert [path.name for path in workshop.root.iterdir()] == ["here"]
 
 
+@pytest.mark.slow
 def test_an_example_is_the_same_each_time(tmp_path: Path) -> None:
     from onward.flows.examples.folders import write_example
 

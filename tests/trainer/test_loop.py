@@ -142,6 +142,7 @@ def test_a_label_beyond_classes_that_the_file_does_not_declare_is_refused_before
         train_run(run)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_model_may_take_longer_to_load_than_a_step_may_take(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\n\ntime.sleep(7)\n")

@@ -242,6 +242,7 @@ def test_of_two_runs_that_race_the_better_one_is_promoted_whichever_compares_fir
     assert found.promotion.comparison.version == "3"  # it was compared again, with the one that came first
 
 
+@pytest.mark.slow
 def test_an_interval_above_zero_is_needed_where_a_confidence_is_asked_for(team: Team) -> None:
     promote(*team.run("first", 0.5))
     surely = promote(*team.run("surely", 0.2, confidence=0.95))
@@ -282,6 +283,7 @@ def test_an_alias_is_moved_by_hand_and_what_does_not_exist_is_refused(team: Team
         promote_by_hand(f"http://127.0.0.1:{free_port()}", team.name, "1", "champion")
 
 
+@pytest.mark.slow
 def test_a_served_file_of_another_kind_is_not_replaced_without_a_yes(team: Team) -> None:
     tracker = new_run()
     run, exported = team.run("other", 0.5)

@@ -279,6 +279,7 @@ def test_dropout_and_tensors_that_only_it_read_are_removed(make: Make) -> None:
     assert exported.removed == {"Dropout": 7}
 
 
+@pytest.mark.slow
 def test_training_nodes_stay_where_the_configuration_keeps_them_and_diff_explains_what_goes(make: Make) -> None:
     model = graphs.tiny_transformer(dropout=0.1)
     for keep in (False, True):

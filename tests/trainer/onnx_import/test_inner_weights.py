@@ -433,6 +433,7 @@ def test_files_that_continue_training_hold_inner_weights_under_their_names(tmp_p
         np.testing.assert_allclose(named_weights(module)[each].grad, gradient, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", [pytest.param("scan", marks=pytest.mark.slow), "functions"])
 def test_a_run_trains_and_exports_inner_weights(name, tmp_path):

@@ -179,6 +179,7 @@ def test_anchors_that_are_not_those_of_the_file_are_noticed() -> None:
     assert "holds the boxes that yolov5 decodes" in reason
 
 
+@pytest.mark.slow
 def test_the_record_of_an_export_has_both_before_and_after_and_so_has_a_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,6 +308,7 @@ def test_a_file_without_preprocessing_gets_none(tmp_path: Path, table: Callable[
         with_preprocessing(run, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.usefixtures("forked")
 def test_a_trained_run_is_exported_with_its_preprocessing_beside_and_inside(tmp_path: Path) -> None:

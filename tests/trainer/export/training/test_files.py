@@ -414,6 +414,7 @@ def test_loss_and_gradients_equal_those_of_torch_at_any_batch_size(name: str, lo
         assert_gradients(module, file, config, feed(model, batch, seed=batch))
 
 
+@pytest.mark.slow
 def test_frozen_weights_stay_in_the_file_and_frozen_statistics_stay_as_they_are() -> None:
     model = MODELS["tiny_conv_net_with_batch_norm"]()
     config = ModelConfig(path=Path("m.onnx"), train=("classifier.*", "features.0.*"))
@@ -545,6 +546,7 @@ def test_an_opset_without_losses_is_refused_with_what_to_do(tmp_path: Path) -> N
         )
 
 
+@pytest.mark.slow
 def test_an_operator_without_translation_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     g = GraphWriter("singular")
     x = g.op("MatMul", g.input("x", ("batch", 3, 3)), g.weight("w", g.normal(1.0, 3, 3)))

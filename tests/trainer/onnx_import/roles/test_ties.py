@@ -121,6 +121,7 @@ def test_every_copy_of_a_repeated_layer_is_written_with_the_trained_value(export
     np.testing.assert_allclose(module(ids).detach().numpy(), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_doctor_names_the_weight_of_the_module_that_a_tensor_was_folded_from(exported, tmp_path):
     _, model = exported
     onnx.save(model, tmp_path / "m.onnx")

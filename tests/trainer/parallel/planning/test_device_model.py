@@ -86,6 +86,7 @@ def test_auto_chooses_by_what_messages_and_calls_cost_on_the_device(
     assert chosen.reserve.communicators == 2 * COMMUNICATOR_BYTES, "of the world and of the data axis"
 
 
+@pytest.mark.slow
 def test_what_is_not_the_models_is_kept_free_shown_and_named_when_nothing_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def test_auto_plans_the_same_as_if_each_configuration_were_analysed_alone(
     assert found.considered != scarce.considered
 
 
+@pytest.mark.slow
 def test_equal_stages_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
     run = estimator.dry_run

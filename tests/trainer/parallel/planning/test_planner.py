@@ -132,6 +132,7 @@ def test_a_plan_has_the_bytes_that_zero_gathers_scatters_and_saves(tmp_path: Pat
     assert memory[3].weights < memory[2].weights
 
 
+@pytest.mark.slow
 def test_in_bf16_zero_gathers_what_products_read_in_half_and_a_rank_without_zero_has_casts(tmp_path: Path) -> None:
     def planned(compute: str, zero: int) -> Plan:
         parallel = {"data": 2, "zero": zero, "units": 2}
@@ -151,6 +152,7 @@ def test_in_bf16_zero_gathers_what_products_read_in_half_and_a_rank_without_zero
 SHORT = {"global_batch_size": 16, "gradient_accumulation_steps": 4, "num_steps": 1}
 
 
+@pytest.mark.slow
 def test_as_few_units_are_recomputed_as_memory_allows(tmp_path: Path) -> None:
     def planned(gib: float) -> Plan:
         parallel = {"units": LAYERS, "memory_gib": gib}

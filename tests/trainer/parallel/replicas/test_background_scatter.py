@@ -95,6 +95,7 @@ def test_sums_have_the_bits_of_gloos_reduce_scatter(ranks: list[dict[str, Any]])
     assert [rank["bits"] for rank in ranks] == [[]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_rank_computes_on_before_the_others_have_begun(ranks: list[dict[str, Any]]) -> None:
     assert [rank["early"] for rank in ranks] == [[0.0, 2.0], [4.0, 6.0], [], []]

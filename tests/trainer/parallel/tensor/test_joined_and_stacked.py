@@ -446,6 +446,7 @@ def parity(mpi: MPIContext, names: list[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_two_ranks_compute_what_one_does_through_what_joins_repeats_and_stacks() -> None:
     for rank in run_ranks(2, "tests.trainer.parallel.tensor.test_joined_and_stacked:parity", [*GRAPHS]):

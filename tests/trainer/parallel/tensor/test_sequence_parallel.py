@@ -162,6 +162,7 @@ def collectives(mpi: MPIContext) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_collectives_and_their_gradients_are_those_of_whole_sequences() -> None:
     ranks = run_ranks(2, "tests.trainer.parallel.tensor.test_sequence_parallel:collectives")

@@ -235,6 +235,7 @@ CASES: dict[str, dict[str, Any]] = {
 BATCH, LENGTH, WORDS = 4, 6, 33
 
 
+@pytest.mark.slow
 def test_real_ranks_with_sharded_tables_heads_and_loss_compute_what_one_rank_does() -> None:
     counts = run_ranks(3, "tests.trainer.parallel.tensor.test_vocabulary:trains_alike")
     assert counts[0] == counts[1]

@@ -29,6 +29,20 @@ import sys
 from collections.abc import Iterable, Sequence
 
 
+def few(names: Iterable[object], most: int = 5) -> str:
+    """Return the first names in one line, and how many more there are."""
+    listed = list(map(str, names))
+    more = f" and {len(listed) - most:,} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
+
+
+def first_lines(lines: Iterable[str], most: int) -> list[str]:
+    """Return the first lines, and one that says how many more there are."""
+    listed = [*lines]
+    more = [f"... and {len(listed) - most:,} more"] if len(listed) > most else []
+    return [*listed[:most], *more]
+
+
 def reason_of(error: Exception) -> str:
     """Return the type of an error and the first line of its text: torch appends its C++ stack and general advice."""
     first, *_ = str(error).strip().splitlines() or [""]

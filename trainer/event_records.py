@@ -96,12 +96,11 @@ class ConfusionMatrix(Event):
     """Targets by [class][predicted class]; of yes-or-no labels by [label][is][predicted]."""
 
 
-class ClassPrecision(BaseModel):
+class Precision(BaseModel):
     """How precisely the objects of one class are found: average precisions as COCO measures them."""
 
     model_config = ConfigDict(frozen=True)
 
-    of_class: int
     objects: int
     """Without crowds and difficult objects."""
     map: float | None
@@ -114,6 +113,17 @@ class ClassPrecision(BaseModel):
     """Of objects of more than 96 x 96 pixels."""
     curve: Sequence[float]
     """The precision at an intersection over union of 0.50 and recalls of 0, 0.05, ..., 1; 0 beyond the greatest one."""
+    found_as: Sequence[int] = ()
+    """Objects by the class of what was found there, in the order of the list, and last those that were not found. Of
+    detections with a score of 0.25 or more, and an intersection over union of 0.50 or more, whatever their class."""
+    without_object: int = 0
+    """Such detections of this class where there is no object."""
+
+
+class ClassPrecision(Precision):
+    """The precision of a class that is known by its number."""
+
+    of_class: int
 
 
 class ObjectPrecision(Event):

@@ -145,15 +145,15 @@ def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
         return
     from onward.flows.shown.printed_table import table
 
-    table((key.replace("_", " "), _as_text(value)) for key, value in facts.items())
+    table((key.replace("_", " "), as_text(value)) for key, value in facts.items())
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Return a value as people write it: lists and tables without the brackets of Python."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_as_text(each)}" for key, each in value.items())
+        return ", ".join(f"{key} {as_text(each)}" for key, each in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(map(_as_text, value))
+        return ", ".join(map(as_text, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

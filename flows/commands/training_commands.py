@@ -17,6 +17,7 @@ from onward.flows.commands.common import (
     Profile,
     RunName,
     StopOverrides,
+    as_text,
     layers_of,
     print_facts,
     print_json,
@@ -173,8 +174,7 @@ def status(
     shown: list[tuple[str, str]] = []
     for key, value in (first | facts).items():
         if value not in ("", 0, None):
-            text = f"{value:.6g}" if isinstance(value, float) else str(value)
-            shown.append((key.replace("_", " "), text))
+            shown.append((key.replace("_", " "), as_text(value)))
     table([*shown, *((key, f"{value:.6g}") for key, value in values.items())])
 
 

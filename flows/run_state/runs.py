@@ -23,12 +23,7 @@ from onward.trainer.bounds import NotAFile
 from onward.trainer.checkpoint.retention import announced, discard, list_checkpoints, list_damaged
 from onward.trainer.checkpoint.verification import all_damaged, newest_complete
 from onward.trainer.data.storage.shard_cache import ShardCache
-from onward.trainer.errors import (
-    CheckpointError,
-    ConfigError,
-    OnwardError,
-    say,
-)
+from onward.trainer.errors import CheckpointError, ConfigError, OnwardError, few, say
 from onward.trainer.events import last_beat
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.home import download_cache, onward_home, streamed_files
@@ -262,7 +257,7 @@ def chosen(text: str, known: Sequence[Named[T]], *, kind: str) -> T:
     of_configuration = [candidate for candidate in known if text == candidate.config_name]
     if exact := [candidate for candidate in known if candidate.is_called(text)]:
         if others := [candidate for candidate in of_configuration if candidate is not exact[0]]:
-            say(f"{text}: {exact[0]}; it is also a configuration's name, of {listed(others)}")
+            say(f"{text}: {exact[0]}; it is also a configuration's name, of {few(others)}")
         return exact[0].what
     by_id: list[Named[T]] = []
     by_name: list[Named[T]] = []
@@ -278,18 +273,12 @@ def chosen(text: str, known: Sequence[Named[T]], *, kind: str) -> T:
         return meant[0].what
     if meant:
         raise ConfigError(
-            f"{text!r} may be {listed(meant)}: give a name, or more of the id ({len(by_id)} ids begin or end with it"
+            f"{text!r} may be {few(meant)}: give a name, or more of the id ({len(by_id)} ids begin or end with it"
             f"{f', and it is the name of a configuration with {len(by_name)} {kind}s' if by_name else ''})"
         )
     none = f"there are no {kind}s under {onward_home()}"
-    newest = f"the newest {kind}s are {listed(known, most=5)}" if known else none
+    newest = f"the newest {kind}s are {few(known)}" if known else none
     raise ConfigError(f"no {kind} has the name or id {text!r}; {newest}")
-
-
-def listed(found: Sequence[Named[T]], *, most: int = 10) -> str:
-    """Return names and short ids in one line."""
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(map(str, found[:most])) + more
 
 
 def discard_damaged(run: RunDir) -> None:

@@ -20,6 +20,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.schema.signature import TensorInfo, read_signature
 from onward.trainer.data.storage.shards import ShardManifest, Split
+from onward.trainer.errors import few
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.recorded.preprocessing_record import (
@@ -216,6 +217,4 @@ def _limits(export: ExportConfig, exported: ExportedModel, manifest: ShardManife
 
 def _named(names: Iterable[str]) -> str:
     """Return names, the first MOST_NAMED of many."""
-    every = list(names)
-    more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
-    return ", ".join(map(code, every[:MOST_NAMED])) + more
+    return few(map(code, names), MOST_NAMED)

@@ -2,6 +2,7 @@
 
     event "precision" --ObjectTable--> RUN_DIR/classes/objects.json    for programs, with the curves
                                        RUN_DIR/classes/objects.csv     one row for each class
+                                       RUN_DIR/classes/objects-confusion.csv   objects by class (rows) and found class
 
 Of several losses the files are named after the loss: set_classes-objects.json.
 """
@@ -12,26 +13,18 @@ from collections.abc import Sequence
 
 from onward.tasks.shown.class_tables import as_csv, class_names, prefix_of
 from onward.tasks.shown.markdown import table
-from onward.trainer.events import ObjectPrecision
+from onward.trainer.event_records import ObjectPrecision, Precision
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import Record
 
 PRECISIONS = ("map", "map_50", "map_small", "map_medium", "map_large")
 
 
-class ObjectRow(Record):
-    """How precisely the objects of one class are found; None without objects of a size."""
+class ObjectRow(Precision):
+    """How precisely the objects of one class are found."""
 
     name: str
     """The name of the class, or its number."""
-    objects: int
-    map: float | None
-    map_50: float | None
-    map_small: float | None
-    map_medium: float | None
-    map_large: float | None
-    curve: tuple[float, ...]
-    """The precision at an intersection over union of 0.50 and recalls of 0, 0.05, ..., 1; 0 beyond the greatest one."""
 
     @property
     def precisions(self) -> Sequence[float | None]:
@@ -47,23 +40,38 @@ class ObjectTable(Record):
     """The loss, if there are several; else ""."""
     classes: tuple[ObjectRow, ...]
 
+    @property
+    def confusion(self) -> list[list[str]]:
+        """The objects by class and found class, as a table with a heading; [] of a run of an earlier version."""
+        if not all(row.found_as for row in self.classes):
+            return []
+        table = [["object", *(row.name for row in self.classes), "not found"]]
+        table += [[row.name, *map(str, row.found_as)] for row in self.classes]
+        return [*table, ["no object", *(str(row.without_object) for row in self.classes), ""]]
+
     def files(self) -> dict[str, str]:
         """Return file name -> content."""
         rows = [[row.name, row.objects, *row.precisions] for row in self.classes]
         prefix = prefix_of(self.loss)
-        return {
+        content = {
             f"{prefix}objects.json": self.model_dump_json(indent=2),
             f"{prefix}objects.csv": as_csv([["class", "objects", *PRECISIONS], *rows]),
         }
+        if counts := self.confusion:
+            content[f"{prefix}objects-confusion.csv"] = as_csv(counts)
+        return content
 
     def markdown(self) -> str:
-        """Return the table as Markdown."""
+        """Return the tables as Markdown."""
         rows = []
         for row in self.classes:
             shares = ["" if value is None else f"{value:.3f}" for value in row.precisions]
             rows.append([row.name, str(row.objects), *shares])
         of = f", loss {self.loss}" if self.loss else ""
-        return "\n".join([f"Evaluation at step {self.step}{of}", "", *table(["class", "objects", *PRECISIONS], rows)])
+        lines = [f"Evaluation at step {self.step}{of}", "", *table(["class", "objects", *PRECISIONS], rows)]
+        if counts := self.confusion:
+            lines += ["", "Objects by class (rows) and found class (columns):", "", *table(counts[0], counts[1:])]
+        return "\n".join(lines)
 
 
 def object_table(event: ObjectPrecision, run: RunDir) -> ObjectTable:

@@ -195,10 +195,15 @@ def test_objects_have_a_table_and_curves(tmp_path: Path) -> None:
     precisions = {"map": 0.5, "map_50": 0.75, "map_small": None, "map_medium": 0.5, "map_large": 0.25}
     rows = [ObjectRow(name=name, objects=4, curve=(1.0, 0.5, 0.0), **precisions) for name in ("<disc>", "square")]
     rows.append(rows[0].model_copy(update={"name": "absent", "objects": 0}))
+    rows = [row.model_copy(update={"found_as": (2, 1, 0, 1), "without_object": 7}) for row in rows]
     write_record(run.classes / "objects.json", ObjectTable(step=40, loss="", classes=tuple(rows)))
     page = Page(page_of(read_facts(run)))
     assert page.sections == [*SECTIONS[:4], "objects", *SECTIONS[4:]]
     assert "<disc> 4 0.500 0.750 0.500 0.250 square 4 0.500" in page.text
+    assert (
+        "object <disc> square absent not found <disc> 2 1 0 1 square 2 1 0 1 absent 2 1 0 1 no object 7 7 7"
+        in page.text
+    )
     # classes without objects have no curve
     assert "Precision over recall <disc> square at an intersection over union of 0.50" in page.text
     assert page.tags.count("svg") == 9

@@ -25,11 +25,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Sha256, Size
+from onward.trainer.checkpoint.train_state import Count
 from onward.trainer.checkpoint.verification import VerifiedCheckpoint
 from onward.trainer.config.named_files import named_file, named_files
 from onward.trainer.config.run_config import RunConfig
@@ -74,7 +75,7 @@ class Bundle(Record):
     format: Literal[1] = 1
     run: str
     """Id of the run."""
-    step: Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+    step: Count
     files: Mapping[str, BundledFile]
     """Name in the bundle -> the file."""
     certificate: Former = None

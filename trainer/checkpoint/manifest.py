@@ -31,7 +31,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from onward.trainer.checkpoint.train_state import TrainState
+from onward.trainer.checkpoint.train_state import Count, TrainState
 from onward.trainer.distributed.weights import Box
 from onward.trainer.errors import CheckpointError
 from onward.trainer.run.record_base import Former, Record
@@ -45,7 +45,7 @@ CHUNK_BYTES = 16 << 20
 
 Beat = Callable[[], object]
 """Reports that the process is alive."""
-Size = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
+Size = Count
 """A number of bytes, elements or ranks; nothing larger can be allocated or stored."""
 MAX_MANIFEST_BYTES = 1 << 29
 """A larger file is no manifest: it would describe more than a million pieces."""

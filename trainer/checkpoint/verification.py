@@ -23,7 +23,7 @@ from onward.trainer.checkpoint.manifest import (
 )
 from onward.trainer.checkpoint.retention import list_checkpoints, list_damaged
 from onward.trainer.distributed.weights import NUM_NAMED, overlap
-from onward.trainer.errors import CheckpointError, printable
+from onward.trainer.errors import CheckpointError, few, printable
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.recorded.checked_data import CheckedData
 from onward.trainer.run.recorded.sweep_records import membership
@@ -158,7 +158,6 @@ def all_damaged(run: RunDir, damaged: Sequence[str], problem: str = "") -> Check
     problem: what is wrong with one of them, if that is known.
     """
     many = "the only checkpoint" if len(damaged) == 1 else f"all {len(damaged)} checkpoints"
-    named = ", ".join(damaged[:NUM_NAMED]) + (" ..." if len(damaged) > NUM_NAMED else "")
     trial = membership(run)
     began, command, new = "it", f"resume {run.root.name}", "run"
     if trial:
@@ -166,8 +165,8 @@ def all_damaged(run: RunDir, damaged: Sequence[str], problem: str = "") -> Check
     are = "is" if len(damaged) == 1 else "are"
     reason = f"; {problem}" if problem else ""
     return CheckpointError(
-        f"{many} of run {run.root.name} {are} damaged ({named}), so there is nothing to go on from{reason}; put an "
-        f"undamaged copy back as {run.checkpoints / damaged[0]}, or begin {began} again at step 0 with "
+        f"{many} of run {run.root.name} {are} damaged ({few(damaged)}), so there is nothing to go on from{reason}; put "
+        f"an undamaged copy back as {run.checkpoints / damaged[0]}, or begin {began} again at step 0 with "
         f"`onward {command} --from-start`, which keeps the damaged ones in {run.checkpoints}, or start a new {new}"
     )
 

@@ -32,7 +32,7 @@ from onward.trainer.checkpoint.manifest import TensorEntry, find_untiled, piece_
 from onward.trainer.distributed.exchange import gather_bytes
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import NUM_NAMED, Box, Placement, overlap, slices
-from onward.trainer.errors import CheckpointError
+from onward.trainer.errors import CheckpointError, few
 
 DTYPE_NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
@@ -184,5 +184,4 @@ def _slice(box: Box) -> str:
 
 def shown(ranks: Sequence[int]) -> str:
     """Return ranks as text: "ranks 0, 1"."""
-    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {named}"
+    return f"rank{'s' * (len(ranks) > 1)} {few(ranks, 8)}"

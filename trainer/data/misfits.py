@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.schema.columns import BYTES, TEXT, Column
+from onward.trainer.errors import few
 
-MAX_NAMED = 10
-"""Columns that a sentence names."""
 LONG = 256
 """Numbers in a vector from which on it may be a waveform."""
 
@@ -188,8 +187,7 @@ def numbers_for(feed: Feed, columns: Iterable[Column]) -> str:
     if not _is_float(feed) or feed.stacked or not is_vector:
         return ""
     numbers = [column.name for column in columns if _is_number(column)]
-    shown = ", ".join(numbers[:MAX_NAMED]) + (", ..." if len(numbers) > MAX_NAMED else "")
-    return f"a list of {shape[0]} columns of numbers ({shown})" if len(numbers) >= (shape[0] or 0) else ""
+    return f"a list of {shape[0]} columns of numbers ({few(numbers)})" if len(numbers) >= (shape[0] or 0) else ""
 
 
 def undivided_header(name: str, columns: Collection[str]) -> str:

@@ -15,6 +15,7 @@ from onward.trainer.diagnostics.merged_weights import (
     removed_biases,
     separated_weights,
 )
+from onward.trainer.errors import few
 from onward.trainer.onnx_graph.exporter_names import is_exporter_name
 from onward.trainer.onnx_graph.files.index import HALF_TYPES, element_type_name
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
@@ -89,10 +90,7 @@ def _merged_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
     # a function says itself that its weight is one, however often it is called
     changing -= {tensor.name for tensor in audit.inner if isinstance(tensor.scope, onnx.FunctionProto)}
     if found := {name: parts for name, parts in found.items() if name in changing}:
-        shown = "; ".join(
-            f"{name} (by {len(parts)}: {', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''})"
-            for name, parts in _few(found)
-        )
+        shown = "; ".join(f"{name} (by {len(parts)}: {few(parts, 3)})" for name, parts in _few(found))
         yield ExporterWarning(
             key="merged",
             what=(
@@ -138,7 +136,7 @@ def _unrecorded_weights(audit: AuditInput) -> Iterator[ExporterWarning]:
             key="unrecorded",
             what=(
                 f"{len(found)} trained tensors are no weights of the exported network by what its exporter wrote: "
-                f"{', '.join(found[:3])}{', ...' if len(found) > 3 else ''}. Another tool has computed them, perhaps "
+                f"{few(found, 3)}. Another tool has computed them, perhaps "
                 "from several weights, and they are trained as weights of their own"
             ),
             remedy=f"to train the weights of the network, export with {RECIPE} and train that file",
@@ -151,7 +149,7 @@ def _removed_biases(audit: AuditInput) -> Iterator[ExporterWarning]:
             key="removed",
             what=(
                 f"{len(found)} biases of the network are not in the file and cannot be trained, because the exporter "
-                f"removes biases of zeros: {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}"
+                f"removes biases of zeros: {few(found, 3)}"
             ),
             remedy=f"to train them, export with {RECIPE}",
             changes_training=True,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from onward.trainer.diagnostics.audit_input import AuditInput
+from onward.trainer.errors import few
 from onward.trainer.onnx_graph.files.index import dims_of, known_types, nodes_inside
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import WITHOUT_GRADIENT
 from onward.trainer.onnx_graph.surgery.stochastic_depth import find_branches, random_nodes
@@ -39,8 +40,8 @@ def _random_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
         yield ExporterWarning(
             key="random",
             what=(
-                f"{len(names)} nodes draw random numbers, in evaluation, too ({', '.join(names[:5])}"
-                f"{', ...' if len(names) > 5 else ''}): not a recognised dropout; results differ from run to run"
+                f"{len(names)} nodes draw random numbers, in evaluation, too ({few(names)}): not a recognised dropout; "
+                "results differ from run to run"
             ),
             remedy=(
                 "nothing to do if the noise belongs to the model: it is drawn anew for each sample and epoch, and in "

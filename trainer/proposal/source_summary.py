@@ -17,7 +17,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES, check_size
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.inferred_schema import infer_schema
-from onward.trainer.data.schema.allowed_files import allowed_files
+from onward.trainer.data.schema.allowed_files import allowed_files, content_of
 from onward.trainer.data.schema.columns import BYTES, TEXT, Array, Column, Schema, Values, fit
 from onward.trainer.errors import DataError
 
@@ -103,8 +103,7 @@ class Facts:
         found = []
         allowed = allowed_files(self.data.source, self.data)
         for cell in self.cells.get(column, ()):
-            # Parquet files of the datasets library have a structure of the two
-            content = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
+            content = content_of(cell)
             try:
                 # a table of unknown origin must not name any file of the machine
                 if not isinstance(content, bytes) and allowed.refusal_of_cell(self.folder, str(content)):

@@ -30,7 +30,7 @@ from onward.trainer.diagnostics.exporter_warnings import exporter_warnings, refu
 from onward.trainer.diagnostics.output_warnings import output_warnings
 from onward.trainer.distributed.arithmetic import resolve_precision
 from onward.trainer.distributed.preflight import free_memory
-from onward.trainer.errors import ConfigError, ExportRefused, Refused, reason_of
+from onward.trainer.errors import ConfigError, ExportRefused, Refused, few, reason_of
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.model.losses.loss import Losses
 from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
@@ -58,7 +58,6 @@ from onward.trainer.rehearsal.trials.precision_trial import time_precisions
 CPU = torch.device("cpu")
 PARITY_ROWS = 8
 """Rows on which the untrained file is compared; export compares batches of all sizes."""
-MAX_NAMED = 5
 """Weights that a message names."""
 TIMED_S = 5.0
 """The precisions are compared if a micro-batch takes no longer."""
@@ -280,7 +279,7 @@ def _check_gradients(graph: RehearsedGraph, rows: Batch, findings: Findings) -> 
     gradients = {name: gradient for name, gradient in trained.items() if gradient is not None}
     wrong = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
     if wrong:
-        loss += f" and the gradients of {len(wrong)} of {len(trained)} weights are not finite ({_few(wrong)})"
+        loss += f" and the gradients of {len(wrong)} of {len(trained)} weights are not finite ({few(wrong)})"
     if wrong or not np.isfinite(findings.batches[-1].loss):
         findings.refuse(
             f"before any training, {loss}; look for NaN, zeros or unscaled values in the data, and for a loss that "
@@ -291,7 +290,7 @@ def _check_gradients(graph: RehearsedGraph, rows: Batch, findings: Findings) -> 
     if len(findings.without_gradient) == len(trained):
         findings.refuse(
             f"nothing would be learnt: {loss}, and its gradient is zero for each of the {len(trained)} trained weights "
-            f"({_few(list(trained))}). The loss reads {graph.loss_outputs}; name another tensor in model.output, "
+            f"({few(trained)}). The loss reads {graph.loss_outputs}; name another tensor in model.output, "
             "train other weights (model.train), or look at the data"
         )
 
@@ -364,7 +363,3 @@ def _is_zero(gradient: Tensor | None) -> bool:
 
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")

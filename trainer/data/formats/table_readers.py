@@ -25,13 +25,11 @@ from onward.trainer.data.formats.csv_dialect import Bytes, Dialect, dialect_of, 
 from onward.trainer.data.formats.plain_csv import BYTE_ORDER_MARK, PlainColumns, count_lines
 from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block, Cells
 from onward.trainer.data.schema.file_parts import FilePart, opened_part
-from onward.trainer.errors import DataError
+from onward.trainer.errors import DataError, few
 
 SAMPLE_BYTES = 1 << 16
 """The first lines, whose mean length is taken."""
 NEWLINE, RETURN = b"\n\r"
-MAX_NAMED = 20
-"""Columns that a message names."""
 DEFAULT = TableConfig()
 
 
@@ -214,8 +212,7 @@ def _header(path: Path, line: bytes, dialect: Dialect) -> list[str]:
         return [f"c{number}" for number in range(len(first))]
     names = [name.strip() for name in first]
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
-        shown = f"{', '.join(map(repr, repeated[:MAX_NAMED]))}{', ...' if len(repeated) > MAX_NAMED else ''}"
-        raise DataError(f"{path}, line 1: column {shown} is there more than once")
+        raise DataError(f"{path}, line 1: column {few(map(repr, repeated))} is there more than once")
     # a first line of numbers is probably a row, which would be lost as names
     if not names or all(_is_number(name) for name in names):
         raise DataError(

@@ -17,14 +17,14 @@ import math
 import os
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from onward.trainer.bounds import ANNOTATION_BYTES, read_bounded
 from onward.trainer.data.schema.box_cells import COUNTED, CROWD, DIFFICULT, Box
-from onward.trainer.errors import DataError
+from onward.trainer.errors import DataError, few, first_lines
 
 BORDER = 1.0
 """Pixels by which a box may reach beyond its image, because annotation tools round to whole ones; of shares, the same
@@ -98,10 +98,7 @@ def read_annotations(source: Path, images: Sequence[str], place: str) -> Annotat
     found.images = len(images)
     found.without_file = found.without_file or len(images) - len(found.boxes)
     if found.problems:
-        more = len(found.problems) - MOST_PROBLEMS
-        raise DataError(
-            [*found.problems[:MOST_PROBLEMS], *([f"and {more} more problems with boxes"] if more > 0 else [])]
-        )
+        raise DataError(first_lines(found.problems, MOST_PROBLEMS))
     return found
 
 
@@ -132,7 +129,7 @@ def _coco(path: Path, source: Path, images: Sequence[str]) -> Annotations:
         if not isinstance(image, int | str) or image not in sizes:
             found.problems.append(f"{where} is of image {image!r}, which the file does not list")
         elif not isinstance(category, int | str) or category not in names:
-            found.problems.append(f"{where} has the category {category!r}; there are {_few(map(str, names))}")
+            found.problems.append(f"{where} has the category {category!r}; there are {few(names)}")
         elif not _is_numbers(corners):
             found.problems.append(f"{where} has the bbox {str(corners)[:60]}, not [x, y, width, height]")
         elif image in shown:
@@ -149,7 +146,7 @@ def _matched(path: Path, source: Path, images: Sequence[str], listed: Mapping[An
     so that none is right, the last parts of the names decide, if each is there once.
     """
     if twice := [file for file, count in Counter(listed.values()).items() if count > 1]:
-        raise DataError(f"{path} lists {_few(twice)} more than once; give each image one entry")
+        raise DataError(f"{path} lists {few(twice)} more than once; give each image one entry")
     ends: dict[str, list[str]] = {}
     for name in images:
         ends.setdefault(PurePosixPath(name).name, []).append(name)
@@ -158,7 +155,7 @@ def _matched(path: Path, source: Path, images: Sequence[str], listed: Mapping[An
         # the image's whole path, of which the listed one is the end
         options = [each for each in ends.get(PurePosixPath(file).name, []) if f"{source}/{each}".endswith(f"/{file}")]
         if len(options) > 1:
-            raise DataError(f"{path}: {file} may be any of {_few(options)} in {source}; write its path into the file")
+            raise DataError(f"{path}: {file} may be any of {few(options)} in {source}; write its path into the file")
         if options:
             shown[number] = options[0]
     if not shown:
@@ -360,10 +357,4 @@ def _floats(words: Sequence[str]) -> list[float] | None:
 
 
 def _is_numbers(values: Any) -> bool:
-    are_numbers = isinstance(values, list) and {*map(type, values)} <= {int, float}
-    return are_numbers and len(values) == 4
-
-
-def _few(names: Iterator[str] | Sequence[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "")
+    return isinstance(values, list) and len(values) == 4 and {*map(type, values)} <= {int, float}

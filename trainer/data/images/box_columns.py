@@ -18,8 +18,8 @@ from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.images.geometry import Size, resized_size
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, HEAD_NUMBERS, NO_CLASS, Box
 from onward.trainer.data.schema.columns import BOXES, BYTES, Array, Column, ColumnType, Values
-from onward.trainer.data.schema.fitted import MAX_NAMED, Fitted, FittedComputer, describe_classes
-from onward.trainer.errors import DataError
+from onward.trainer.data.schema.fitted import Fitted, FittedComputer, describe_classes
+from onward.trainer.errors import DataError, few
 
 BORDER = 1.0
 """Pixels by which a box may reach beyond its image, because annotation tools round to whole ones."""
@@ -105,8 +105,7 @@ class BoxColumn(FittedComputer):
         for number, box in enumerate(boxes):
             if box.name not in self._ids:
                 names = self.fitted[self._name].classes
-                few = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
-                return f"has a box of class {box.name[:40]!r}, which is none of the {len(names)} classes {few}"
+                return f"has a box of class {box.name[:40]!r}, which is none of the {len(names)} classes {few(names)}"
             if any(box.size) and box.size != size:
                 turned = ", before it is turned as its EXIF data says" * (box.size == (height, width))
                 return f"is of an image of {box.size[0]} x {box.size[1]} pixels{turned}, but it has {width} x {height}"

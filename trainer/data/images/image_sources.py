@@ -28,12 +28,11 @@ from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 from onward.trainer.data.schema.columns import PART_ROWS, Array, Block, Cells
 from onward.trainer.data.schema.file_parts import FilePart
 from onward.trainer.data.schema.permutation import hash_key
-from onward.trainer.errors import DataError
+from onward.trainer.errors import DataError, few
 
 Files = Sequence[tuple[str, Path]]
 """(name relative to the source, path), sorted by name."""
 
-MAX_NAMED = 5
 """Files or classes that a message names."""
 
 
@@ -119,7 +118,7 @@ def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> l
     left_out = skips_rows and len(without) < len(files)
     for wrong, what in (([] if left_out else without, "no mask"), (several, "several masks")):
         if wrong:
-            raise DataError(f"{len(wrong)} of {len(files)} images have {what} in {folder}: {_few(wrong)}")
+            raise DataError(f"{len(wrong)} of {len(files)} images have {what} in {folder}: {few(wrong)}")
     return [each[0] if each else None for each in masks]
 
 
@@ -138,10 +137,10 @@ def check_classes(training: Files, evaluation: Files, setting: str) -> None:
     if unknown := sorted(found - known):
         raise DataError(
             f"{setting} has {len(unknown)} class folders that data.source lacks: "
-            f"{_few(unknown)}; data.source has {len(known)}: {_few(sorted(known))}"
+            f"{few(unknown)}; data.source has {len(known)}: {few(sorted(known))}"
         )
     if known and not found:
-        raise DataError(f"data.source has class folders ({_few(sorted(known))}), but {setting} has none")
+        raise DataError(f"data.source has class folders ({few(sorted(known))}), but {setting} has none")
 
 
 def refuse_empty_classes(source: Path, files: Files) -> None:
@@ -152,7 +151,7 @@ def refuse_empty_classes(source: Path, files: Files) -> None:
     folders = {path.name for path in source.iterdir() if path.is_dir()}
     visible = {name for name in folders if not name.startswith(".")}
     if empty := sorted(visible - classes):
-        raise DataError(f"{source}: {len(empty)} class folders hold no image: {_few(empty)}; remove or fill them")
+        raise DataError(f"{source}: {len(empty)} class folders hold no image: {few(empty)}; remove or fill them")
 
 
 def _classes(files: Files) -> set[str]:
@@ -161,14 +160,10 @@ def _classes(files: Files) -> set[str]:
     if inside and len(inside) < len(files):
         outside = [name for name, _ in files if len(PurePosixPath(name).parts) == 1]
         raise DataError(
-            f"{len(outside)} image files are beside the class folders: {_few(outside)}; put them into the folder of "
+            f"{len(outside)} image files are beside the class folders: {few(outside)}; put them into the folder of "
             f"their class, as the other {len(inside)}"
         )
     return {PurePosixPath(name).parts[0] for name in inside}
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
 
 
 # -- tar files

@@ -18,7 +18,7 @@ from typing import Any
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.urls import url_of
-from onward.trainer.errors import DataError, shown
+from onward.trainer.errors import DataError, first_lines, shown
 from onward.trainer.run.home import download_cache
 
 MAX_NAMED = 20
@@ -80,20 +80,26 @@ def folder_of(source: str) -> Path:
     return next(parent for parent in path.parents if not set("*?[") & set(str(parent)))
 
 
+def content_of(cell: Any) -> Any:
+    """Return the content or the path of a cell, which may be `{bytes, path}`, as the datasets library has it.
+
+    The content counts before the path, which may be one of another machine.
+    """
+    return cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
+
+
 def named_path(cell: Any) -> str:
     """Return the path that a cell of encoded content is, or has as `{bytes, path}`; "" if it has the content itself."""
-    given = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
+    given = content_of(cell)
     return given if isinstance(given, str) else ""
 
 
 def refuse_outside(source: str, files: Iterable[tuple[str, Path]], data: DataConfig) -> None:
     """Raise DataError if some of the files (name, path) of a folder or a pattern are links that lead out of it."""
     allowed = allowed_files(source, data)
-    wrong = [(name, why) for name, path in files if (why := allowed.refusal(path))]
+    wrong = [f"{shown(name)} leads to {why}" for name, path in files if (why := allowed.refusal(path))]
     if wrong:
-        more = [f"... and {len(wrong) - MAX_NAMED:,} more"] if len(wrong) > MAX_NAMED else []
-        named = [f"{shown(name)} leads to {why}" for name, why in wrong[:MAX_NAMED]]
-        raise DataError(f"{source}: {problem}" for problem in [*named, *more])
+        raise DataError(f"{source}: {problem}" for problem in first_lines(wrong, MAX_NAMED))
 
 
 def _is_below(path: str, folder: str) -> bool:

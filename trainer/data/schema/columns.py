@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from onward.trainer.bounds import CONTENT_BYTES, read_bounded
-from onward.trainer.data.schema.allowed_files import AllowedFiles, named_path
+from onward.trainer.data.schema.allowed_files import AllowedFiles, content_of, named_path
 from onward.trainer.data.schema.box_cells import boxes_of
 from onward.trainer.run.records import Record
 
@@ -271,8 +271,7 @@ def _fit_bytes(cells: Cells, block: Block | None) -> tuple[Array, dict[int, str]
     folder = Path(block.file).parent if block else Path()
     allowed = block.allowed_files if block else AllowedFiles([folder])
     for at, cell in enumerate(cells):
-        # content counts before the path, which may be one of another machine
-        given = cell.get("bytes") or cell.get("path") if isinstance(cell, dict) else cell
+        given = content_of(cell)
         if name := named_path(cell):
             try:
                 if why := allowed.refusal_of_cell(folder, name):

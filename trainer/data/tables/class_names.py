@@ -18,9 +18,9 @@ from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.columns import BYTES, TEXT, Array, Column, ColumnType, Schema, Values
-from onward.trainer.data.schema.fitted import MAX_NAMED, Fitted, FittedComputer, describe_classes
+from onward.trainer.data.schema.fitted import Fitted, FittedComputer, describe_classes
 from onward.trainer.data.text.text_columns import MAKES_LABELS
-from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.errors import ConfigError, DataError, few
 
 MAX_CLASSES = 100_000
 """More different names than this are no class names."""
@@ -130,7 +130,7 @@ class ClassNames(FittedComputer):
             values = np.array([BOOLEANS.index(each) if self._is_boolean else int(each) for each in names], np.int64)
         except (ValueError, OverflowError):
             kind = "booleans, named false and true" if self._is_boolean else "integers"
-            raise ConfigError(f"column {self._name!r} holds {kind}, but data.classes is {_listed(names)}") from None
+            raise ConfigError(f"column {self._name!r} holds {kind}, but data.classes is {few(names)}") from None
         self._order = np.argsort(values)
         # sorted, so that a binary search finds the class of each integer
         self._sorted = values[self._order]
@@ -184,7 +184,7 @@ class ClassNames(FittedComputer):
     def _unknown(self, name: object) -> str:
         classes = self.fitted[self._name].classes
         shown = BOOLEANS[int(str(name))] if self._is_boolean else name
-        return f"{self._name} is {str(shown)[:40]!r}, which is none of the {len(classes)} classes {_listed(classes)}"
+        return f"{self._name} is {str(shown)[:40]!r}, which is none of the {len(classes)} classes {few(classes)}"
 
 
 def class_problems(name: str, found: Fitted, num_classes: int | None, output: str) -> list[str]:
@@ -193,7 +193,7 @@ def class_problems(name: str, found: Fitted, num_classes: int | None, output: st
         return []
     where = "the data" if found.sorted_by_name else "data.classes"
     return [
-        f"{where} has {len(found.classes):,} class names for column {name!r} ({_listed(found.classes)}), but output "
+        f"{where} has {len(found.classes):,} class names for column {name!r} ({few(found.classes)}), but output "
         f"{output} has {num_classes} classes; name another column in data.label, correct the names, or give the model "
         "a new head (model.num_classes)"
     ]
@@ -220,7 +220,3 @@ def single_classes(
                 f"every row has the class {[*classes, *only][0]!r} in column {column.name!r}, so there is nothing to "
                 f"learn; add rows of other classes, or name another column in {key}"
             )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(str, names[:MAX_NAMED])) + (", ..." if len(names) > MAX_NAMED else "")

@@ -20,7 +20,7 @@ import numpy as np
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.signature import model_digest
-from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.errors import ConfigError, DataError, first_lines
 from onward.trainer.export.measuring.raw_batches import RawBatch
 from onward.trainer.export.served.predictor import BadRows, Predictor
 from onward.trainer.export.served.raw_inputs import RECORD
@@ -80,8 +80,7 @@ def content_of(model: Path, recipe: Mapping[str, Any] | None) -> bytes | None:
     outputs = objects["outputs"] if objects else [meaning["name"] for meaning in recipe["outputs"]]
     config = ModelConfig(path=model, start=recipe["begins_at"], output=tuple(outputs))
     part = extract_subgraph(guard_integer_divisions(read_model(model)), config)
-    content: bytes = part.SerializeToString()
-    return content
+    return bytes(part.SerializeToString())
 
 
 def batch_rows(predictor: Predictor, asked: int) -> int:
@@ -162,9 +161,7 @@ class Predictions:
             raise DataError(self._problems())
 
     def _problems(self) -> list[str]:
-        named = [f"{row}: {why}" for row, why in list(self.bad.items())[:MOST_BAD]]
-        more = [f"... and {len(self.bad) - MOST_BAD} more"] if len(self.bad) > MOST_BAD else []
-        return [*named, *more]
+        return first_lines((f"{row}: {why}" for row, why in self.bad.items()), MOST_BAD)
 
 
 # -- files

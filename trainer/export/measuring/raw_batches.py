@@ -30,7 +30,7 @@ from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.allowed_files import refuse_outside
 from onward.trainer.data.schema.columns import BYTES, Block, Cells, Column, fit
-from onward.trainer.errors import DataError
+from onward.trainer.errors import DataError, few
 
 SUFFIXES_OF = {"image": IMAGE_SUFFIXES, "audio": AUDIO_SUFFIXES, "text": (".txt",)}
 """What a raw column holds -> the names of files that are rows by themselves."""
@@ -117,7 +117,7 @@ def _check_there(source: str, columns: Mapping[str, str]) -> None:
         counts = Counter(file.suffix.lower() or "without suffix" for _, file in _files(path, [""]))
         shown = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common(5)) or "none"
         raise DataError(
-            f"{source} has no file that ends in {known}, but {shown}; the model takes {_few(list(columns))}"
+            f"{source} has no file that ends in {known}, but {shown}; the model takes {few(columns, MAX_NAMED)}"
         )
 
 
@@ -136,7 +136,7 @@ def _batches_of_files(
     # classes are named by the folders of files, as in training
     without_folder = [name for name, _ in files if len(Path(name).parts) < 2]
     if labels and without_folder:
-        raise DataError(f"{len(without_folder)} files are in no folder that says their class: {_few(without_folder)}")
+        raise DataError(f"{len(without_folder)} files are in no folder that says their class: {few(without_folder)}")
     if kind == "text" and source.is_file():
         return _lines(files[0][1], column, size)
     return _contents(files, column, kind, size, labels)
@@ -202,7 +202,7 @@ def _batches_of_table(
     if first is None or not (len(first.index) or first.bad):
         raise DataError(f"{data.source} holds no rows")
     if missing := [name for name in wanted if name not in first.cells]:
-        raise DataError(f"{data.source} has no column {_few(missing)}; it has {_few(list(first.cells))}")
+        raise DataError(f"{data.source} has no column {few(missing, MAX_NAMED)}; it has {few(first.cells, MAX_NAMED)}")
     # labels first, so that what the model takes decides the type of a column that is both
     texts = [name for name, kind in {**labels, **columns}.items() if kind in ("text", "category")]
     # their cells may be paths, which are replaced by the content of the files
@@ -265,7 +265,7 @@ def frame_batches(
     """Return an iterator over the rows of a pandas DataFrame. Raises DataError for columns that are missing."""
     wanted = [*columns, *(name for name in labels if name not in columns)]
     if missing := [name for name in wanted if name not in frame.columns]:
-        raise DataError(f"the table has no column {_few(missing)}; it has {_few(list(map(str, frame.columns)))}")
+        raise DataError(f"the table has no column {few(missing, MAX_NAMED)}; it has {few(frame.columns, MAX_NAMED)}")
 
     def batches() -> Iterator[RawBatch]:
         for first in range(0, len(frame), size):
@@ -276,7 +276,3 @@ def frame_batches(
             yield RawBatch({"row": rows}, {name: part[name].tolist() for name in wanted}, [f"row {at}" for at in rows])
 
     return batches()
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")

@@ -29,7 +29,7 @@ from onward.trainer.data.schema.detection_grids import size_of
 from onward.trainer.data.schema.label_axes import check_axes, check_elements
 from onward.trainer.data.schema.target_counts import soft_axis, target_counter, without_lengths
 from onward.trainer.data.sequence_lengths import sequence_problems
-from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.errors import ConfigError, DataError, few
 from onward.trainer.model.losses import chunked_loss
 from onward.trainer.model.losses.chunked_loss import at_least_fp32
 from onward.trainer.model.losses.loss_file import load_loss
@@ -314,7 +314,7 @@ class Loss:
         values = sorted(set(labels[wrong].tolist()))
         rows = batch.rows[wrong.any(1).numpy()].tolist()
         raise DataError(
-            f"labels {_first(values)} in rows {_first(rows)} of the split are not classes: the "
+            f"labels {few(values)} in rows {few(rows)} of the split are not classes: the "
             f"output that the loss reads has {num_classes} of them, 0..{num_classes - 1}. Correct the labels "
             f"(data.label), replace the head (model.num_classes), or exclude one label from the loss "
             f"(model.ignore_index, now {self.ignore_index})"
@@ -369,10 +369,6 @@ class Loss:
 
     def _own(self, outputs: Tensor | Sequence[Tensor]) -> Tensor:
         return outputs if isinstance(outputs, Tensor) else outputs[self.index]
-
-
-def _first(values: Sequence[int], most: int = 5) -> str:
-    return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")
 
 
 def output_index(output: str, output_names: Sequence[str]) -> int:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,16 +25,20 @@ from torch import Tensor
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED
+from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import ClassPrecision
 from onward.trainer.extras import how_to_install
 from onward.trainer.model.metrics.library_measure import import_torchmetrics
 from onward.trainer.model.metrics.measured import Measured
 
+Detections = dict[str, Tensor]
 MOST_CLASSES = 100
 """The most classes of which each has its precision."""
 RECALLS = slice(None, None, 5)
 """Of the 101 recalls at which COCO measures precisions, those that a curve has."""
+LEAST_SCORE, SAME_OBJECT = 0.25, 0.5
+"""Of the detections that `object_confusion` counts, and the intersection over union with their object."""
 FIRST_IOU, ALL_SIZES, MOST_FOUND = 0, 0, 2
 """Places in torchmetrics' table of precisions: an intersection over union of 0.50, objects of all sizes, the 100 best
 detections of an image."""
@@ -100,8 +106,8 @@ class MeanPrecision:
         """Compute the results of all metrics, and the precision of each class."""
         if found.isnan().any():
             return
-        predictions: list[dict[str, Tensor]] = []
-        targets: list[dict[str, Tensor]] = []
+        predictions: list[Detections] = []
+        targets: list[Detections] = []
         for image in sorted({*found[:, 0].tolist(), *objects[:, 0].tolist()}):
             own = found[found[:, 0] == image]
             there = objects[objects[:, 0] == image]
@@ -111,7 +117,6 @@ class MeanPrecision:
         if not predictions:
             return
         measured = new_measure()
-        measured.warn_on_many_detections = False  # that COCO counts the 100 best ones of an image
         measured.update(predictions, targets)
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints a table
             self._results = measured.compute()
@@ -120,10 +125,12 @@ class MeanPrecision:
         if len(classes) <= MOST_CLASSES:
             # classes that were found but are in no label have a row without objects
             counted = objects[objects[:, 6] == COUNTED][:, 1].tolist()
-            self.classes = [self._of_class(each, place, counted.count(each)) for place, each in enumerate(classes)]
+            confused = object_confusion(predictions, targets, classes)
+            for place, each in enumerate(classes):
+                self.classes.append(self._of_class(each, place, counted.count(each), confused))
 
-    def _of_class(self, of_class: int, place: int, objects: int) -> ClassPrecision:
-        """Return the precision of one class. place: its place in torchmetrics' table."""
+    def _of_class(self, of_class: int, place: int, objects: int, confused: Array) -> ClassPrecision:
+        """Return the precision of one class. place: its place in torchmetrics' table and in that of `confused`."""
         # [overlaps, recalls, sizes]; -1 where there are no objects
         precisions = self._results["precision"][:, :, place, :, MOST_FOUND]
         whole, small, medium, large = (_mean(precisions[:, :, size]) for size in range(4))
@@ -135,6 +142,8 @@ class MeanPrecision:
             map_small=small,
             map_medium=medium,
             map_large=large,
+            found_as=[*confused[place].tolist(), objects - int(confused[place].sum())],
+            without_object=int(confused[-1, place]),
             curve=[round(max(each, 0.0), 4) for each in precisions[FIRST_IOU, RECALLS, ALL_SIZES].tolist()],
         )
 
@@ -150,7 +159,44 @@ def new_measure() -> Any:
     import_torchmetrics()
     from torchmetrics.detection import MeanAveragePrecision
 
-    return MeanAveragePrecision(backend="pycocotools", sync_on_compute=False, extended_summary=True)
+    made = MeanAveragePrecision(backend="pycocotools", sync_on_compute=False, extended_summary=True)
+    made.warn_on_many_detections = False  # that COCO counts the 100 best ones of an image
+    return made
+
+
+def object_confusion(predictions: Sequence[Detections], targets: Sequence[Detections], classes: Sequence[int]) -> Array:
+    """Return the numbers of objects by class (rows) and found class (columns), int64 [n + 1, n].
+
+    The last row has what was found where no object is. pycocotools matches the boxes of all classes at once.
+    predictions, targets: of each image, as torchmetrics takes them.
+    """
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    certain = [{key: rows[each["scores"] >= LEAST_SCORE] for key, rows in each.items()} for each in predictions]
+    measured = new_measure()
+    measured.update(certain, targets)
+    # pycocotools prints what it does
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        measured.tm_to_coco(f"{folder}/boxes")
+        truth = COCO(f"{folder}/boxes_target.json")
+        found = COCO()
+        # loadRes takes no empty list
+        if any(len(each["scores"]) for each in certain):
+            found = truth.loadRes(f"{folder}/boxes_preds.json")
+        evaluator = COCOeval(truth, found, "bbox")
+        evaluator.params.useCats = 0
+        evaluator.params.catIds = list(classes)
+        evaluator.params.iouThrs = np.array([SAME_OBJECT])
+        evaluator.params.areaRng = [[0, math.inf]]
+        evaluator.evaluate()
+    place = {number: at for at, number in enumerate(classes)}
+    counts = np.zeros((len(classes) + 1, len(classes)), np.int64)
+    for image in filter(None, evaluator.evalImgs):
+        for number, match, ignored in zip(image["dtIds"], image["dtMatches"][0], image["dtIgnore"][0], strict=True):
+            row = place[truth.anns[match]["category_id"]] if match else -1
+            counts[row, place[found.anns[number]["category_id"]]] += not ignored
+    return counts
 
 
 def _check_library() -> None:

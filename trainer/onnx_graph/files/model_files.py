@@ -26,7 +26,7 @@ from onward.trainer.bounds import (
     TENSOR_VALUES,
     opened,
 )
-from onward.trainer.errors import UnsupportedModel
+from onward.trainer.errors import UnsupportedModel, first_lines
 from onward.trainer.onnx_graph.files.attribute_bounds import attribute_problems
 from onward.trainer.onnx_graph.files.index import all_tensors, innermost_type, length_of, nodes_inside
 
@@ -73,8 +73,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 def refuse_problems(path: Path, model: onnx.ModelProto) -> None:
     """Raise UnsupportedModel with what is wrong inside a file that was parsed, as `read_model` does."""
     if problems := model_problems(model):
-        more = [f"... and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []
-        raise UnsupportedModel(f"{path}: {problem}" for problem in [*problems[:MAX_NAMED], *more])
+        raise UnsupportedModel(f"{path}: {problem}" for problem in first_lines(problems, MAX_NAMED))
 
 
 def node_of_output(path: Path, tensor: str) -> tuple[str, str] | None:

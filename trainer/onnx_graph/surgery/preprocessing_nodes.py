@@ -24,7 +24,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.errors import UnsupportedModel
+from onward.trainer.errors import UnsupportedModel, few
 from onward.trainer.onnx_graph.files.index import (
     FLOAT_TYPES,
     Index,
@@ -153,11 +153,9 @@ def preprocessing_model(model: onnx.ModelProto, found: Preprocessing) -> onnx.Mo
 
 def describe(nodes: Iterable[onnx.NodeProto], tensors: Iterable[str]) -> str:
     """Return a clause: where the trained part begins, and the first of the nodes in front of it."""
-    labels = [label_of(node) for node in nodes]
-    more = f" and {len(labels) - 6} more" if labels[6:] else ""
     return (
         f"the trained part begins at {', '.join(tensors)}; in front of it onnxruntime computes, when the data is read: "
-        f"{', '.join(labels[:6])}{more}"
+        f"{few(map(label_of, nodes), 6)}"
     )
 
 

@@ -380,3 +380,8 @@ def is_transpose(node: Any, ndim: int = 2) -> bool:
         return [*node.args[1:]] in ([swapped], swapped)
     dims = node.args[1:] if node.target in ("transpose", torch.transpose) else ()
     return sorted(dim % ndim for dim in dims) == [ndim - 2, ndim - 1]
+
+
+def copy_meta(node: fx.Node, other: fx.Node) -> None:
+    """Give a node what is known of another one, without the mark of a region: a stage may end behind it."""
+    node.meta.update({key: value for key, value in other.meta.items() if key != "tensor_parallel"})

@@ -25,7 +25,13 @@ from onward.trainer.distributed.collectives import copy_to_region, reduce_from_r
 from onward.trainer.distributed.weights import Interval, Placement, slices
 from onward.trainer.onnx_graph.files.external_data import copy_bytes
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
-from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, is_low_rank, stored_tensor
+from onward.trainer.parallel.tensor.graph_analysis import (
+    CONVOLUTIONS,
+    TRANSPOSED,
+    copy_meta,
+    is_low_rank,
+    stored_tensor,
+)
 from onward.trainer.parallel.tensor.region_dropout import RankSeeded
 from onward.trainer.parallel.tensor.region_edits import LocalLength, RegionEdits
 from onward.trainer.parallel.tensor.regions import TensorSharding
@@ -210,8 +216,7 @@ class _RegionRewriter:
             convolutions = [*CONVOLUTIONS, *TRANSPOSED]
             spatial_dims = 1 + convolutions.index(node.target) % 3 if node.target in convolutions else 0
             result = self._add_bias(result, bias, beta, spatial_dims)
-        # without the mark, so that a stage may end behind the sum
-        result.meta.update({key: value for key, value in node.meta.items() if key != "tensor_parallel"})
+        copy_meta(result, node)
         for reader in readers:
             reader.replace_input_with(node, result)
 

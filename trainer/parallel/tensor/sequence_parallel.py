@@ -39,7 +39,7 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.norm import Dropout, rms_norm
 from onward.trainer.onnx_import.ops.random import StochasticDepth
 from onward.trainer.parallel.tensor.compute_rules import ELEMENTWISE_CALLS
-from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED
+from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, copy_meta
 from onward.trainer.parallel.tensor.region_dropout import RankSeeded
 
 SEQUENCE_DIM = 1
@@ -253,5 +253,5 @@ class _Divider:
             if shared is None:
                 with self.graph.inserting_after(node):
                     shared = self.graph.call_function(gather_from_sequence, (node, *self.place, "same"))
-                shared.meta.update({key: value for key, value in node.meta.items() if key != "tensor_parallel"})
+                copy_meta(shared, node)
             user.replace_input_with(node, shared)

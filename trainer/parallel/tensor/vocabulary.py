@@ -32,7 +32,7 @@ from onward.trainer.model.losses.vocabulary_loss import ClassShard
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.gather import gather_rows, non_negative_indices
 from onward.trainer.onnx_import.passes.dropout import reads_input
-from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, is_transpose, stored_tensor
+from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, copy_meta, is_transpose, stored_tensor
 from onward.trainer.parallel.tensor.rewrite import keep_shard
 from onward.trainer.parallel.tensor.tensor_shardings import CannotShard
 
@@ -359,8 +359,7 @@ def _shard_lookup(node: fx.Node, start: int, num_entries: int, number: int, grou
     node.meta["tensor_parallel"] = number
     with node.graph.inserting_after(node):
         result = node.graph.call_function(reduce_from_region, (node, group))
-    # the sum is complete on every rank, so that a stage may end behind it
-    result.meta.update({key: value for key, value in node.meta.items() if key != "tensor_parallel"})
+    copy_meta(result, node)
     node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
@@ -372,9 +371,7 @@ def _shard_head(nodes: dict[str, fx.Node], head: Head, interval: Interval, numbe
     # each rank computes a part of the gradient of x, from its own entries
     with graph.inserting_before(product):
         copied = graph.call_function(copy_to_region, (x, group))
-    copied.meta.update(
-        {key: value for key, value in x.meta.items() if key != "tensor_parallel"}, tensor_parallel=number
-    )
+    copied.meta.update(x.meta, tensor_parallel=number)
     product.replace_input_with(x, copied)
     start, stop = interval
     for name, operand in head.constants:

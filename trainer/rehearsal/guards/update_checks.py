@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.config.update_rules import UPDATE_RULES
+from onward.trainer.errors import few
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.optim.optimizers import settings_problems
 from onward.trainer.optim.weight_settings import settings_of
 from onward.trainer.parallel.matrices import find_matrices
 from onward.trainer.run.records import ExporterWarning
-
-MAX_NAMED = 4
 
 
 def update_problems(optimizer: OptimizerConfig, module: ImportedGraph) -> list[str]:
@@ -49,8 +48,8 @@ def update_warnings(optimizer: OptimizerConfig, module: ImportedGraph) -> Iterat
         others = [name for name in trained if name not in chosen]
         yield ExporterWarning(
             key="muon",
-            what=f"Muon updates {len(chosen)} of {len(trained)} weights ({_few(chosen)}), AdamW the others "
-            f"({_few(others)}) with {optimizer.muon.adamw_learning_rate:g}",
+            what=f"Muon updates {len(chosen)} of {len(trained)} weights ({few(chosen)}), AdamW the others "
+            f"({few(others)}) with {optimizer.muon.adamw_learning_rate:g}",
             remedy="to change it: [[optimizer.weights]] pattern = '...', rule = 'muon' or 'adamw'",
         )
 
@@ -59,7 +58,3 @@ def _by_muon(optimizer: OptimizerConfig, module: ImportedGraph) -> list[str]:
     outputs = find_matrices(module)
     trained = [name for name, tensor in named_weights(module).items() if tensor.requires_grad]
     return [name for name in trained if settings_of(optimizer, name, outputs=outputs.get(name)).rule == "muon"]
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")

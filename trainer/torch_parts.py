@@ -22,8 +22,6 @@ PARTS: Mapping[str, Sequence[str]] = {
         "torch.distributed.fsdp.FSDPModule._set_unshard_async_op",
         "torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter",
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
-        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed",
-        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward",
     ),
     "schedules of pipelines (trainer/parallel/pipeline/stage_schedules.py)": (

@@ -18,7 +18,7 @@ from packaging.version import Version
 from onward.flows.machine.machine_findings import Finding, Level
 
 NEWEST_TRIED = {
-    "torch": "2.14",
+    "torch": "2.15",
     "onnx": "1.23",
     "onnxruntime": "1.32",
     "prefect": "3.9",

@@ -179,19 +179,17 @@ def _fully_shard(
     managed.set_force_sum_reduction_for_comms(True)
     # replicas may take different branches of an If; the gradient of an unused weight must be reduced as zeros, else
     # the replicas would reduce different weights together
-    fills = hasattr(managed, "set_reduce_scatter_unused_params")  # torch >= 2.13
-    if fills:
+    group = managed._get_fsdp_state()._fsdp_param_group  # None of a module without parameters of its own
+    if group and hasattr(group.fsdp_params[0], "accumulate_unsharded_grad_if_needed"):
+        _reduce_unused(group)
+    elif group:  # from torch 2.15 on autograd accumulates in the type of the weight, and the reduction casts
         managed.set_reduce_scatter_unused_params(True)
-    if half or not fills:
-        _reduce_unused(managed._get_fsdp_state()._fsdp_param_group)
     return managed
 
 
 def _reduce_unused(group: Any) -> None:
-    """Give unused weights of an FSDP group a gradient of zeros, as set_reduce_scatter_unused_params does, and all
-    gradients the type of those that ZeRO 1 has accumulated, since a group reduces gradients of one type."""
-    if group is None:  # this module has no parameters of its own
-        return
+    """Give unused weights of an FSDP group a gradient of zeros, and all gradients the type of those that ZeRO 1 has
+    accumulated: a group reduces gradients of one type."""
     original = group.post_backward
 
     def post_backward(*unused: Any) -> None:

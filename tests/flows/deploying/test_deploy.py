@@ -103,20 +103,6 @@ def test_a_retried_run_continues_in_its_directory_and_its_mlflow_run(workshop: W
 
 
 @pytest.mark.slow
-def test_down_lets_a_deployed_run_save_and_resume_continues_it(workshop: Workshop, server: str) -> None:
-    made = workshop.onward("deploy", str(workshop.root / "config.toml"), "train.num_steps=3000", "--name", "saved")
-    begun = api(server, f"/deployments/{made['deployment_id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
-    run = RunDir(workshop.home / "runs" / begun)
-    until(lambda: reached(run, 60), limit_s=150)
-    assert workshop.onward("down")["left"] == []
-    until(lambda: not workshop.processes(), limit_s=15)
-    described = workshop.onward("status", begun)
-    assert described["state"] == "stopped"
-    assert run.checkpoint(described["step"]).is_dir()
-    assert workshop.onward("resume", begun)["step"] == 3000
-
-
-@pytest.mark.slow
 def test_parameters_that_name_other_files_are_refused_before_anything_is_read(workshop: Workshop, server: str) -> None:
     made = workshop.onward("deploy", str(workshop.root / "config.toml"), "--name", "limited")
     assert made["may_use"] == [str(workshop.root)]
@@ -168,3 +154,18 @@ def test_a_deployed_run_that_is_cancelled_saves_ends_as_cancelled_and_can_be_res
     assert "Crash" not in (run.root / "flow.log").read_text()
     assert workshop.onward("resume", begun)["step"] == 3000
     assert [found.info.status for found in workshop.mlflow_runs(run)] == ["FINISHED"]
+
+
+@pytest.mark.slow
+def test_down_lets_a_deployed_run_save_and_resume_continues_it(workshop: Workshop, server: str) -> None:
+    # the last test here: the others need the servers
+    made = workshop.onward("deploy", str(workshop.root / "config.toml"), "train.num_steps=3000", "--name", "saved")
+    begun = api(server, f"/deployments/{made['deployment_id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
+    run = RunDir(workshop.home / "runs" / begun)
+    until(lambda: reached(run, 60), limit_s=150)
+    assert workshop.onward("down")["left"] == []
+    until(lambda: not workshop.processes(), limit_s=15)
+    described = workshop.onward("status", begun)
+    assert described["state"] == "stopped"
+    assert run.checkpoint(described["step"]).is_dir()
+    assert workshop.onward("resume", begun)["step"] == 3000

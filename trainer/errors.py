@@ -36,7 +36,7 @@ def few(names: Iterable[object], most: int = 5) -> str:
     return ", ".join(listed[:most]) + more
 
 
-def first_lines(lines: Iterable[str], most: int) -> list[str]:
+def first_lines(lines: Iterable[str], most: int = 20) -> list[str]:
     """Return the first lines, and one that says how many more there are."""
     listed = [*lines]
     more = [f"... and {len(listed) - most:,} more"] if len(listed) > most else []

@@ -45,9 +45,12 @@ class ObjectTable(Record):
         """The objects by class and found class, as a table with a heading; [] of a run of an earlier version."""
         if not all(row.found_as for row in self.classes):
             return []
-        table = [["object", *(row.name for row in self.classes), "not found"]]
-        table += [[row.name, *map(str, row.found_as)] for row in self.classes]
-        return [*table, ["no object", *(str(row.without_object) for row in self.classes), ""]]
+        rows = [[row.name, *map(str, row.found_as)] for row in self.classes]
+        return [
+            ["object", *(row.name for row in self.classes), "not found"],
+            *rows,
+            ["no object", *(str(row.without_object) for row in self.classes), ""],
+        ]
 
     def files(self) -> dict[str, str]:
         """Return file name -> content."""

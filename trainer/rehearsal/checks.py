@@ -58,7 +58,6 @@ from onward.trainer.rehearsal.trials.precision_trial import time_precisions
 CPU = torch.device("cpu")
 PARITY_ROWS = 8
 """Rows on which the untrained file is compared; export compares batches of all sizes."""
-"""Weights that a message names."""
 TIMED_S = 5.0
 """The precisions are compared if a micro-batch takes no longer."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -54,3 +57,15 @@ def test_objects_are_counted_by_class_and_found_class() -> None:
 def test_without_any_certain_box_no_object_is_found() -> None:
     (found,) = classes_of([[[0, 0.1, *LEFT]], []], [[[0, *LEFT, 0]], [[0, *LEFT, 0], [0, *RIGHT, 0]]])
     assert (found.found_as, found.without_object) == ([0, 3], 0)
+
+
+def test_without_a_place_for_temporary_files_only_the_table_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    (found,) = classes_of([[[0, 0.9, *LEFT]]], [[[0, *LEFT, 0]]])
+    assert (found.map, found.found_as) == (pytest.approx(1), ())
+    assert "not counted: [Errno 28] No space left" in caplog.text

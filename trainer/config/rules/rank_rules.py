@@ -13,11 +13,10 @@ from onward.trainer.config.sections.training import TrainConfig
 def world_size(parallel: ParallelConfig, launch: LaunchConfig) -> Iterable[str]:
     if parallel.sizes == "auto" and not launch.num_ranks:
         yield "parallel = 'auto' needs the number of ranks, but launch.num_ranks is 0; set launch.num_ranks"
-    needed = parallel.world_size
-    if parallel.sizes == "given" and launch.num_ranks not in (0, needed):
+    if parallel.sizes == "given" and launch.num_ranks not in (0, parallel.world_size):
         yield (
-            f"{parallel.layout} needs {needed} ranks, but launch.num_ranks is {launch.num_ranks}; change [parallel] or "
-            "launch.num_ranks (0 = as many as needed)"
+            f"{parallel.layout} needs {parallel.world_size} ranks, but launch.num_ranks is {launch.num_ranks}; change "
+            "[parallel] or launch.num_ranks (0 = as many as needed)"
         )
 
 

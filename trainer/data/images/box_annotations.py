@@ -29,8 +29,6 @@ from onward.trainer.errors import DataError, few, first_lines
 BORDER = 1.0
 """Pixels by which a box may reach beyond its image, because annotation tools round to whole ones; of shares, the same
 of an image of 100 pixels."""
-MOST_PROBLEMS = 20
-"""Boxes that a message names."""
 
 
 @dataclass
@@ -98,7 +96,7 @@ def read_annotations(source: Path, images: Sequence[str], place: str) -> Annotat
     found.images = len(images)
     found.without_file = found.without_file or len(images) - len(found.boxes)
     if found.problems:
-        raise DataError(first_lines(found.problems, MOST_PROBLEMS))
+        raise DataError(first_lines(found.problems))
     return found
 
 

@@ -33,8 +33,6 @@ from onward.trainer.errors import DataError, few
 Files = Sequence[tuple[str, Path]]
 """(name relative to the source, path), sorted by name."""
 
-"""Files or classes that a message names."""
-
 
 # -- folders
 

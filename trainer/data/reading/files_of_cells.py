@@ -12,7 +12,7 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.formats.format_table import Request
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.allowed_files import named_path
-from onward.trainer.data.schema.columns import BYTES, MAX_NAMED_ROWS, Column
+from onward.trainer.data.schema.columns import BYTES, Column
 from onward.trainer.errors import first_lines
 from onward.trainer.run.durable_files import sha256
 
@@ -35,7 +35,7 @@ def outside_files(data: DataConfig, columns: Sequence[Column]) -> list[str]:
     if not names:
         return []
     refused = (f"{where}: {name} names {why}" for where, name, _, why in _named(data, names) if why)
-    return first_lines(refused, MAX_NAMED_ROWS)
+    return first_lines(refused)
 
 
 def digests_of_named_files(data: DataConfig, names: Sequence[str]) -> list[str]:

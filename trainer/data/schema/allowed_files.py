@@ -21,9 +21,6 @@ from onward.trainer.config.urls import url_of
 from onward.trainer.errors import DataError, first_lines, shown
 from onward.trainer.run.home import download_cache
 
-MAX_NAMED = 20
-"""Files that a message names; the others are counted."""
-
 
 class AllowedFiles:
     """Which files may be read. It remembers where folders lead, so that it is made anew for each use."""
@@ -99,7 +96,7 @@ def refuse_outside(source: str, files: Iterable[tuple[str, Path]], data: DataCon
     allowed = allowed_files(source, data)
     wrong = [f"{shown(name)} leads to {why}" for name, path in files if (why := allowed.refusal(path))]
     if wrong:
-        raise DataError(f"{source}: {problem}" for problem in first_lines(wrong, MAX_NAMED))
+        raise DataError(f"{source}: {problem}" for problem in first_lines(wrong))
 
 
 def _is_below(path: str, folder: str) -> bool:

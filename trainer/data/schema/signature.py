@@ -107,8 +107,7 @@ def read_training_signature(model: ModelConfig) -> Signature:
 
 def training_signature(source: SourceModel, model: ModelConfig) -> Signature:
     """Return what `read_training_signature` reads, of a file that was read already. Raises its errors."""
-    copy = deepcopy(source.proto)
-    return _training_signature(_loaded(replace(source, proto=copy)), model)
+    return _training_signature(_loaded(replace(source, proto=deepcopy(source.proto))), model)
 
 
 def _training_signature(proto: onnx.ModelProto, model: ModelConfig) -> Signature:

@@ -79,8 +79,7 @@ def content_of(model: Path, recipe: Mapping[str, Any] | None) -> bytes | None:
     objects = recipe["objects"]
     outputs = objects["outputs"] if objects else [meaning["name"] for meaning in recipe["outputs"]]
     config = ModelConfig(path=model, start=recipe["begins_at"], output=tuple(outputs))
-    part = extract_subgraph(guard_integer_divisions(read_model(model)), config)
-    return bytes(part.SerializeToString())
+    return bytes(extract_subgraph(guard_integer_divisions(read_model(model)), config).SerializeToString())
 
 
 def batch_rows(predictor: Predictor, asked: int) -> int:
@@ -161,7 +160,7 @@ class Predictions:
             raise DataError(self._problems())
 
     def _problems(self) -> list[str]:
-        return first_lines((f"{row}: {why}" for row, why in self.bad.items()), MOST_BAD)
+        return first_lines((f"{row}: {why}" for row, why in self.bad.items()))
 
 
 # -- files

@@ -71,7 +71,7 @@ class Predictor:
         self._window: int = described.get("window_length") or 0
         self.columns = raw_columns(described)
         """Raw column -> what it holds: image, audio, text, category, integers (a category by number), number."""
-        images = [how for how in described["inputs"].values() if how["kind"] == "image"]
+        images = [how for how in self._described.values() if how["kind"] == "image"]
         self.channels_last = bool(images) and all(how["layout"] == "nhwc" for how in images)
         self._images = images
         """Whether the channels of images, and so the classes of masks, are on the last axis."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import math
 import tempfile
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ from onward.trainer.events import ClassPrecision
 from onward.trainer.extras import how_to_install
 from onward.trainer.model.metrics.library_measure import import_torchmetrics
 from onward.trainer.model.metrics.measured import Measured
+
+log = logging.getLogger(__name__)
 
 Detections = dict[str, Tensor]
 MOST_CLASSES = 100
@@ -125,16 +128,25 @@ class MeanPrecision:
         if len(classes) <= MOST_CLASSES:
             # classes that were found but are in no label have a row without objects
             counted = objects[objects[:, 6] == COUNTED][:, 1].tolist()
-            confused = object_confusion(predictions, targets, classes)
+            confused = None
+            try:
+                confused = object_confusion(predictions, targets, classes)
+            except OSError as error:  # a full disk for temporary files, which ends no training
+                log.warning("which classes are found for which is not counted: %s", error)
             for place, each in enumerate(classes):
                 self.classes.append(self._of_class(each, place, counted.count(each), confused))
 
-    def _of_class(self, of_class: int, place: int, objects: int, confused: Array) -> ClassPrecision:
+    def _of_class(self, of_class: int, place: int, objects: int, confused: Array | None) -> ClassPrecision:
         """Return the precision of one class. place: its place in torchmetrics' table and in that of `confused`."""
         # [overlaps, recalls, sizes]; -1 where there are no objects
         precisions = self._results["precision"][:, :, place, :, MOST_FOUND]
         whole, small, medium, large = (_mean(precisions[:, :, size]) for size in range(4))
+        counts: dict[str, Any] = {}
+        if confused is not None:
+            found = confused[place].tolist()
+            counts = {"found_as": [*found, objects - sum(found)], "without_object": int(confused[-1, place])}
         return ClassPrecision(
+            **counts,
             of_class=of_class,
             objects=objects,
             map=whole,
@@ -142,8 +154,6 @@ class MeanPrecision:
             map_small=small,
             map_medium=medium,
             map_large=large,
-            found_as=[*confused[place].tolist(), objects - int(confused[place].sum())],
-            without_object=int(confused[-1, place]),
             curve=[round(max(each, 0.0), 4) for each in precisions[FIRST_IOU, RECALLS, ALL_SIZES].tolist()],
         )
 
@@ -185,17 +195,17 @@ def object_confusion(predictions: Sequence[Detections], targets: Sequence[Detect
         if any(len(each["scores"]) for each in certain):
             found = truth.loadRes(f"{folder}/boxes_preds.json")
         evaluator = COCOeval(truth, found, "bbox")
-        evaluator.params.useCats = 0
-        evaluator.params.catIds = list(classes)
-        evaluator.params.iouThrs = np.array([SAME_OBJECT])
-        evaluator.params.areaRng = [[0, math.inf]]
+        params = evaluator.params
+        params.useCats = 0
+        params.catIds = list(classes)
+        params.iouThrs = np.array([SAME_OBJECT])
+        params.areaRng = [[0, math.inf]]
         evaluator.evaluate()
-    place = {number: at for at, number in enumerate(classes)}
     counts = np.zeros((len(classes) + 1, len(classes)), np.int64)
     for image in filter(None, evaluator.evalImgs):
         for number, match, ignored in zip(image["dtIds"], image["dtMatches"][0], image["dtIgnore"][0], strict=True):
-            row = place[truth.anns[match]["category_id"]] if match else -1
-            counts[row, place[found.anns[number]["category_id"]]] += not ignored
+            row = classes.index(truth.anns[match]["category_id"]) if match else -1
+            counts[row, classes.index(found.anns[number]["category_id"])] += not ignored
     return counts
 
 

@@ -37,8 +37,6 @@ PACKED_BITS = {
     if hasattr(TensorProto, name)
 }
 """Element types of less than a byte -> their bits."""
-MAX_NAMED = 20
-"""Problems that a message names."""
 _CHECKED: set[tuple[int, ...]] = set()
 """Device, inode, size and time of change of good files: one command reads its model several times."""
 
@@ -73,7 +71,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 def refuse_problems(path: Path, model: onnx.ModelProto) -> None:
     """Raise UnsupportedModel with what is wrong inside a file that was parsed, as `read_model` does."""
     if problems := model_problems(model):
-        raise UnsupportedModel(f"{path}: {problem}" for problem in first_lines(problems, MAX_NAMED))
+        raise UnsupportedModel(f"{path}: {problem}" for problem in first_lines(problems))
 
 
 def node_of_output(path: Path, tensor: str) -> tuple[str, str] | None:

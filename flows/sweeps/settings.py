@@ -31,7 +31,6 @@ THE_SAME_FOR_ALL: Mapping[str, str] = {
     "export": "only the best trial is exported, after all others have ended",
     "metrics": "trials are compared by one metric",
     "checkpoint.best_metric": "it is the metric by which trials are compared",
-    "checkpoint.best_is": "it decides which trial is the best",
     "data.evaluation_source": "trials are compared on the same rows",
     "data.evaluation_rows": "trials are compared on the same rows",
     "data.evaluation_fraction": "trials are compared on the same rows",

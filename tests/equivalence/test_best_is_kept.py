@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onward.tasks.checkpoint import mark_best
@@ -24,7 +25,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def made(folder: Path, **sections: Any) -> RunDir:
+def made(folder: Path, *, gets_worse: bool = False, **sections: Any) -> RunDir:
+    """gets_worse: it is evaluated by other labels than it learns, so that each evaluation is worse than the one before.
+    """
+    if gets_worse:
+        columns = tiny_images(16, seed=1)
+        folder.mkdir(parents=True, exist_ok=True)
+        np.savez(folder / "other.npz", image=columns["image"], label=(columns["label"] + 1) % 4)
+        sections["data"] = {"evaluation_source": str(folder / "other.npz")}
     return make_run(folder, graphs.tiny_conv_net(), tiny_images(80), **SETTINGS | sections)
 
 
@@ -36,20 +44,18 @@ def kept(run: RunDir) -> tuple[CheckpointInfo, ...]:
     return mark_best([verify(path).info for path in list_checkpoints(run)], read_config(run).checkpoint)
 
 
-def best_so_far(run: RunDir, *, greatest: bool) -> list[int]:
+def best_so_far(run: RunDir) -> list[int]:
     """Return the steps whose evaluation, as the event log has it, was better than all before it."""
     seen = {e.step: float(e.values["evaluation/loss"]) for e in events(run, "evaluation") if e.step > 0}
-    compare = max if greatest else min
-    return [step for step in sorted(seen) if seen[step] == compare(seen[each] for each in seen if each <= step)]
+    return [step for step in sorted(seen) if seen[step] == min(seen[each] for each in seen if each <= step)]
 
 
 def test_a_checkpoint_is_saved_whenever_an_evaluation_is_the_best_so_far_and_the_best_one_is_chosen(
     tmp_path: Path,
 ) -> None:
-    # the loss falls, so by the greatest loss the first evaluation stays the best: the run gets worse and worse
-    worse = made(tmp_path / "worse", checkpoint={"minutes": 0, "best_is": "greatest"})
+    worse = made(tmp_path / "worse", gets_worse=True)
     result = train_run(worse)
-    assert best_so_far(worse, greatest=True) == [4]
+    assert best_so_far(worse) == [4]
     assert saved(worse) == [4, 24]
     assert choose(kept(worse), "best").step == 4
     ended = TrainResult(
@@ -62,7 +68,7 @@ def test_a_checkpoint_is_saved_whenever_an_evaluation_is_the_best_so_far_and_the
 
     better = made(tmp_path / "better", parallel={"data": 2})
     train_run(better)
-    assert saved(better) == sorted({*best_so_far(better, greatest=False), 24})
+    assert saved(better) == sorted({*best_so_far(better), 24})
 
     only_last = made(tmp_path / "only_last", export={"checkpoint": "last"})
     train_run(only_last)
@@ -70,14 +76,14 @@ def test_a_checkpoint_is_saved_whenever_an_evaluation_is_the_best_so_far_and_the
 
 
 def test_early_stopping_leaves_the_weights_of_before_its_patience(tmp_path: Path) -> None:
-    run = made(tmp_path, checkpoint={"minutes": 0, "best_is": "greatest"}, stop={"patience": 2})
-    assert train_run(run).step == 8, "for [stop] the file as it came in was the best, and two evaluations were worse"
-    assert saved(run) == [4, 8]
+    run = made(tmp_path, gets_worse=True, stop={"patience": 2})
+    assert train_run(run).step == 12, "the evaluation of step 4 was the best, and two were worse"
+    assert saved(run) == [4, 12]
     assert choose(kept(run), "best").step == 4
 
 
 def test_a_killed_run_knows_what_was_the_best_before(tmp_path: Path) -> None:
-    run = made(tmp_path, parallel={"data": 2}, checkpoint={"minutes": 0, "period": 9, "best_is": "greatest"})
+    run = made(tmp_path, gets_worse=True, parallel={"data": 2}, checkpoint={"minutes": 0, "period": 9})
     for moment in (("scalars", 6), ("evaluation", 12)):
         train_until(run, moment)
     assert train_run(run).attempt == 3

@@ -176,26 +176,27 @@ def test_without_the_metric_the_newest_counts_as_the_best_with_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("values", "best_is", "expected"),
+    ("values", "metric", "expected"),
     [
-        ([], "least", None),
-        ([None, None], "least", None),
-        ([0.5, 0.1, 0.4], "least", 1),
-        ([0.5, 0.1, 0.4], "greatest", 0),
-        ([0.2, 0.1, 0.1], "least", 1),
-        ([0.9, None, 0.9], "greatest", 0),
-        ([float("nan"), 0.7], "least", 1),
-        ([float("inf"), None], "least", 0),
+        ([], "loss", None),
+        ([None, None], "loss", None),
+        ([0.5, 0.1, 0.4], "loss", 1),
+        ([0.5, 0.1, 0.4], "accuracy", 0),
+        ([0.2, 0.1, 0.1], "loss", 1),
+        ([0.9, None, 0.9], "accuracy", 0),
+        ([float("nan"), 0.7], "loss", 1),
+        ([float("inf"), None], "loss", 0),
     ],
 )
 def test_the_best_is_the_first_of_the_best_values(
-    values: list[float | None], best_is: Any, expected: int | None
+    values: list[float | None], metric: str, expected: int | None
 ) -> None:
+    found: list[dict[str, float]] = [{} if value is None else {f"evaluation/{metric}": value} for value in values]
     infos = [
-        CheckpointInfo(step=s, path=Path(str(s)), bytes=1, digest="", metrics={} if v is None else {"m": v}, best=True)
-        for s, v in enumerate(values)
+        CheckpointInfo(step=step, path=Path(str(step)), bytes=1, digest="", metrics=metrics, best=True)
+        for step, metrics in enumerate(found)
     ]
-    flags = [info.best for info in mark_best(infos, CheckpointConfig(best_metric="m", best_is=best_is))]
+    flags = [info.best for info in mark_best(infos, CheckpointConfig(best_metric=f"evaluation/{metric}"))]
     assert flags == [place == expected for place in range(len(values))]
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from onward.trainer.config.metric_names import is_greatest
 
 Settings = dict[str, Any]
 Rule = Callable[[Any, Settings, Settings], object]
@@ -114,6 +116,10 @@ def _matched(pairs: Any, teacher: Settings, settings: Settings) -> bool:
     return len(teacher["match"]) < len(pairs)
 
 
+def _is_other_way(value: Literal["least", "greatest"], checkpoint: Settings, settings: Settings) -> bool:
+    return bool(is_greatest(checkpoint["best_metric"])) != (value == "greatest")
+
+
 def _is_muon(value: Any, muon: Settings, settings: Settings) -> bool:
     return bool(settings["optimizer"]["name"] == "muon")
 
@@ -146,6 +152,9 @@ REMOVED: Mapping[str, Removed] = {
         _without_effect,
     ),
     "average.warmup": Removed('set average.kind = "ema_warmup"', (False,), _said("average.kind", "ema_warmup")),
+    "checkpoint.best_is": Removed(
+        "of each metric it is known whether the least or the greatest value is the best", ("auto",), _is_other_way
+    ),
     "data.audio.channel_axis": Removed(_AXES, (False,), _said("data.audio.axes", "channel")),
     "data.audio.time_first": Removed(_AXES, (False,), _time_first),
     "data.balance": Removed('set train.shuffle = "length"', ("none",), _said("train.shuffle")),

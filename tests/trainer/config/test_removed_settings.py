@@ -106,6 +106,7 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     # what the run had beside, the settings that are gone, and those of now
     ({"average": {"kind": "ema"}}, {"average.warmup": True}, {"average": {"kind": "ema_warmup"}}),
     ({}, {"average.begin_anew": True}, {}),
+    ({}, {"checkpoint.best_is": "least"}, {}),
     ({}, {"data.audio.time_first": True}, {"data": {"audio": {"axes": "time_first"}}}),
     (
         {"data": {"audio": {"seconds": 1.0}}},
@@ -239,6 +240,7 @@ def test_every_setting_that_is_gone_is_said_or_left_out_here() -> None:
 
 
 LEFT_OUT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "checkpoint.best_is": ("greatest", {}),
     "data.text_files": ("*.rst", {"data.source": "stdlib"}),
     "graph.compile_mode": ("max-autotune-no-cudagraphs", {"graph.compile": True, "graph.shapes": "dynamic"}),
     "optimizer.adafactor": ({"decay_exponent": 0.5}, {"optimizer.name": "adafactor"}),

@@ -115,7 +115,7 @@ def metrics(
             f"checkpoint.best_metric: no evaluation measures {best!r}; with these settings they measure "
             f"{', '.join(known)}"
         )
-    elif has_no_direction(best) and checkpoint.best_is == "auto":
+    elif has_no_direction(best):
         yield (
             f"checkpoint.best_metric: of {best!r} neither the least nor the greatest value is the best; choose another "
             "metric"

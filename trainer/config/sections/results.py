@@ -40,9 +40,7 @@ class CheckpointConfig(Section):
     """Write checkpoints while training goes on, from a copy in host memory of what a rank writes. `auto` = where the
     copy takes at most half of the free memory; on a CPU with `parallel.memory_gib` training waits instead."""
     best_metric: str = "evaluation/loss"
-    """The metric that decides which checkpoint is the best."""
-    best_is: Literal["auto", "least", "greatest"] = "auto"
-    """Whether a smaller or a larger `best_metric` is better; `auto` = what the metric means."""
+    """The metric that decides which checkpoint is the best: by its least value, or by its greatest, as of accuracy."""
     load: Location = ""
     """A checkpoint directory to start from: weights, optimizer and position; empty = the ONNX file's weights."""
     store: Location = ""
@@ -62,7 +60,7 @@ class CheckpointConfig(Section):
     @property
     def greatest_is_best(self) -> bool:
         """Whether a larger `best_metric` is better."""
-        return bool(is_greatest(self.best_metric)) if self.best_is == "auto" else self.best_is == "greatest"
+        return bool(is_greatest(self.best_metric))
 
     def rank_of(self, metrics: Mapping[str, float]) -> float:
         """Return a number that is smaller the better the `best_metric` among these is; NaN without it."""

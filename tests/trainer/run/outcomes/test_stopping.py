@@ -68,11 +68,6 @@ def test_of_an_accuracy_the_greatest_is_the_best_without_saying_so(
     assert ended_at(values, configured(stop, checkpoint=ACCURACY)) == place
 
 
-def test_an_explicit_direction_of_the_best_metric_counts() -> None:
-    config = configured({"patience": 2}, checkpoint=ACCURACY | {"best_is": "least"})
-    assert ended_at([0.9, 0.7, 0.5, 0.4], config) is None
-
-
 def test_the_time_limit_is_of_all_attempts_and_the_command_raises_it() -> None:
     config = configured({"max_hours": 2})
     assert not is_out_of_time(StopState(trained_s=7199.0), config.stop)

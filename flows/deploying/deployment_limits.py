@@ -182,7 +182,7 @@ def _places(settings: Sections) -> Iterator[tuple[str, str]]:
     data: DataConfig = settings["data"]
     beside = {}  # relative to each source
     if data.image:
-        beside = {"data.image.mask_folder": data.image.mask_folder, "data.image.boxes": data.image.box_place}
+        beside = {"data.image.masks": data.image.mask_folder, "data.image.boxes": data.image.box_place}
     for key, folder in beside.items():
         if not folder:
             continue

@@ -26,8 +26,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def made(folder: Path, *, gets_worse: bool = False, **sections: Any) -> RunDir:
-    """gets_worse: it is evaluated by other labels than it learns, so that each evaluation is worse than the one before.
-    """
+    """gets_worse: evaluated by other labels than it learns, so that each evaluation is worse than the one before."""
     if gets_worse:
         columns = tiny_images(16, seed=1)
         folder.mkdir(parents=True, exist_ok=True)

@@ -98,7 +98,7 @@ PATHS: dict[str, Images] = {
         lambda folder: write_pairs(folder, 36),
         segmenter,
         data={"label": "mask"},
-        image={"mask_folder": "../masks"},
+        image={"masks": "../masks"},
     ),
     "masks of whole images": Images(
         {"random_resized_crop": 0.3, "flip": 0.5},
@@ -106,7 +106,7 @@ PATHS: dict[str, Images] = {
         lambda folder: write_pairs(folder, 36),
         segmenter,
         data={"label": "mask"},
-        image={"mask_folder": "../masks", "resize": "stretch"},
+        image={"masks": "../masks", "resize": "stretch"},
     ),
 }
 QUICK = "a folder, all"

@@ -106,7 +106,7 @@ def test_masks_that_do_not_fit_are_named_and_nothing_is_cached_or_they_are_left_
     workshop: Workshop,
 ) -> None:
     onnx.save(segmenter(), workshop.root / "model.onnx")
-    (workshop.root / "config.toml").write_text(CONFIG.format(data='label = "mask"', image='mask_folder = "../masks"'))
+    (workshop.root / "config.toml").write_text(CONFIG.format(data='label = "mask"', image='masks = "../masks"'))
     write_pairs(workshop.root, 40)
     masks = workshop.root / "masks"
     (masks / "21.png").unlink()

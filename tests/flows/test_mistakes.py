@@ -105,7 +105,7 @@ def masks(folder: Path) -> None:
         for at in range(20):
             pixels = random.integers(0, most, shape).astype(np.uint8)
             Image.fromarray(pixels).save(folder / "scans" / name / f"{at}.png")
-    _configure(folder, 'source = "scans/images"\nlabel = "mask"\n[data.image]\nmask_folder = "../masks"')
+    _configure(folder, 'source = "scans/images"\nlabel = "mask"\n[data.image]\nmasks = "../masks"')
 
 
 AUDIO = '[data.audio]\nfeatures = "log_mel"\nmel_bins = 40\naxes = "channel"\nseconds = 1.0'

@@ -30,7 +30,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
 }
 MASKED: dict[str, dict[str, Any]] = {
     "masked": {},
-    "masked, whole words, joined": {"whole_words": True, "packing": "joined", "max_length": 16},
+    "masked, whole words, joined": {"task": "masked_words", "packing": "joined", "max_length": 16},
     "masked, divided": {"max_length": 12, "stride": 4},
 }
 LABELLED: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def write_text_path(name: str, folder: Path, *, rows: int = 80) -> TextPath:
     settings = {"tokenizer": str(tokenizer), **{**CAUSAL, **MASKED, **LABELLED}[name]}
     if name not in LABELLED:
         (folder / "texts.txt").write_text("\n".join(sentences(rows)))
-        settings["task"] = "causal" if name in CAUSAL else "masked"
+        settings.setdefault("task", "causal" if name in CAUSAL else "masked")
         data = {"source": str(folder / "texts.txt"), "text": settings | {"documents": "line"}}
         return TextPath(_language_model(name), data)
     if name.startswith("words"):

@@ -137,8 +137,9 @@ def cache_problems(teacher: TeacherConfig, data: DataConfig) -> Iterable[str]:
     key = f"teacher.cache {teacher.cache!r} computes the teacher's outputs once for each row"
     if data.image and data.image.augment != type(data.image.augment)():
         yield f"{key}, but data.image.augment changes the images in each epoch; set teacher.cache = 'none'"
-    if data.text and data.text.task == "masked":
-        yield f"{key}, but data.text.task 'masked' draws other words in each epoch; set teacher.cache = 'none'"
+    if data.text and data.text.is_masked:
+        task = data.text.task
+        yield f"{key}, but data.text.task {task!r} draws other words in each epoch; set teacher.cache = 'none'"
 
 
 def teacher_problems(teacher: TeacherConfig, model: ModelConfig, losses: Sequence[LossConfig]) -> Iterable[str]:

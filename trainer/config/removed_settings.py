@@ -87,6 +87,13 @@ def _time_first(value: bool, audio: Settings, settings: Settings) -> None:
     audio["axes"] = "channel_time_first" if audio.get("axes") == "channel" else "time_first"
 
 
+def _masks_in_a_folder(folder: str, image: Settings, settings: Settings) -> bool:
+    # masks in columns, too, would be of a table, and a folder of images is none
+    is_both = bool(set(image["masks"]) - {"mask"})
+    image["masks"] = folder if "/" in folder else f"./{folder}"
+    return is_both
+
+
 def _text_files(pattern: str, data: Settings, settings: Settings) -> bool:
     """Name the files of directories by a glob. Other files than before would be refused when the run is resumed."""
     if data["format"] not in ("auto", "text") or (pattern == "*.txt" and data["text"]):
@@ -173,6 +180,9 @@ REMOVED: Mapping[str, Removed] = {
         (3,),
         lambda number, data, _: data.update(image_size=[number, data["image_size"]]),
     ),
+    "data.image.mask_folder": Removed(
+        'name the folder in data.image.masks, with a slash, such as "../masks" or "./masks"', ("",), _masks_in_a_folder
+    ),
     "data.table.vocabularies": Removed(
         'give the texts in data.table.categories, such as { city = ["", "Oslo"], "s*" = "sorted" }',
         ({},),
@@ -186,6 +196,9 @@ REMOVED: Mapping[str, Removed] = {
     "data.text.end_token": Removed(_TOKENS % "end", ("",), _said("data.text.tokens.end")),
     "data.text.mask_token": Removed(_TOKENS % "mask", ("",), _said("data.text.tokens.mask")),
     "data.text.pad_token": Removed(_TOKENS % "pad", ("",), _said("data.text.tokens.pad")),
+    "data.text.whole_words": Removed(
+        'set data.text.task = "masked_words"', (False,), _said("data.text.task", "masked_words")
+    ),
     "data.text_files": Removed(
         'name the files by a glob, such as data.source = "notes/**/*.md"; of a directory those in .py are read, or '
         "else those in .txt",

@@ -3,7 +3,7 @@
 DATA is                                                     proposed
 a folder with train/ and val/                               source, evaluation_source; images/ and masks/ in each
 image files in a folder for each class                      [data.image]
-image files beside a folder of masks                        [data.image] mask_folder
+image files beside a folder of masks                        [data.image] masks
 texts, or a table with a column of texts, and a tokenizer   [data.text]
 audio files, or a table with a column of their names        [data.audio]
 a table of numbers                                          columns by name, by type and shape, or stacked
@@ -133,7 +133,7 @@ def _propose_images(draft: Draft, source: str) -> None:
     """Propose [data.image] for image files that are the source themselves."""
     mask_folder = _mask_folder(Path(source))
     boxes = str(draft.value("data.image.boxes", "" if draft.is_given("data.label") else box_place(Path(source))))
-    image = ImageConfig(mask_folder=mask_folder, boxes=boxes)
+    image = ImageConfig(masks=mask_folder, boxes=boxes)
     if not holds_images(_format(source, image=image)):
         return
     draft.set("data.image", {}, "the model takes images, and these are image files")
@@ -142,7 +142,7 @@ def _propose_images(draft: Draft, source: str) -> None:
         draft.set("data.image.resize", "stretch", "a crop would cut off objects")
         return
     if mask_folder:
-        draft.set("data.image.mask_folder", mask_folder, "its files have the names of the images")
+        draft.set("data.image.masks", mask_folder, "its files have the names of the images")
 
 
 def _mask_folder(folder: Path) -> str:

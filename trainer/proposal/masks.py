@@ -28,7 +28,7 @@ def propose_masks(draft: Draft, facts: Facts, found: Sequence[Target]) -> list[s
     if len(found) != 1 or not dense:
         return []
     image = draft.value("data.image.column", "image")
-    column = "mask" if draft.value("data.image.mask_folder") else ""
+    column = "mask" if isinstance(draft.value("data.image.masks"), str) else ""
     if not column:
         others = [name for name in facts.schema if name != image]
         masks = [name for name in others if facts.looks_like_images(name)]

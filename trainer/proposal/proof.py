@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.sections.text import PACKED
 from onward.trainer.data.batches.batches import Batch, one_batch
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.resolve import resolve
@@ -177,7 +178,7 @@ class _Training:
     def __init__(self, config: RunConfig, module: ImportedGraph, steps: int) -> None:
         signature = read_training_signature(config.model)
         size = config.micro_batch_size
-        is_packed = config.data.text is not None and config.data.text.task in ("causal", "masked")
+        is_packed = config.data.text is not None and config.data.text.task in PACKED
         rows = read_first_rows(config, signature, steps * size, spread=not is_packed)
         config = resolve(config, rows, signature)
         arithmetic = resolve_precision(config.precision, (0, 0))

@@ -18,6 +18,7 @@ from onward.trainer.config.loading import Override, load_config
 from onward.trainer.config.loss_rules import DENSE_LOSSES
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.sections.text import PACKED
 from onward.trainer.data.completed_settings import completed
 from onward.trainer.data.reading.source_kinds import PAGE
 from onward.trainer.data.schema.signature import Signature, TensorInfo, read_training_signature
@@ -102,9 +103,9 @@ def propose(path: Path, source: str, given: Iterable[Override] = ()) -> Draft:
     propose_rows(draft, facts)
     propose_split(draft, facts)
     propose_vocabularies(draft, facts, model.graph, others)
-    is_without_trial = task in ("causal", "masked", "tokens") or is_normalised or bool(_declared_batch(signature))
+    is_without_trial = task in (*PACKED, "tokens") or is_normalised or bool(_declared_batch(signature))
     trained, why = _propose_preprocessing(draft, model, path, facts, others, can_try=not is_without_trial)
-    is_dense = task in ("causal", "masked") or facts.format == "text" or draft.value("data.label") == "mask"
+    is_dense = task in PACKED or facts.format == "text" or draft.value("data.label") == "mask"
     propose_training(
         draft,
         family_of(model.graph),
@@ -157,7 +158,7 @@ def _propose_learned(
     has_images: bool,
 ) -> None:
     """Propose the losses, the labels and the columns of `inputs`."""
-    if task in ("causal", "masked") or facts.format == "text":
+    if task in PACKED or facts.format == "text":
         draft.set("model.loss", "cross_entropy", "of the tokens")
         draft.set("metrics", ["perplexity"], "")
         propose_columns(draft, facts, inputs, ("label",))

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.config.sections.text import PACKED
 from onward.trainer.data.schema.columns import Array
 from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.data.tables.column_patterns import matching
@@ -153,11 +154,7 @@ def _holds_classes(draft: Draft, facts: Facts, label: object) -> bool:
     """Return whether the label is one column with a class in each row, by which rows can be divided."""
     if draft.value("model.loss") != "cross_entropy" or not isinstance(label, str) or "data.label" in draft.questions:
         return False
-    if (
-        facts.data.table.window
-        or facts.format == "text"
-        or draft.value("data.text.task") in ("tokens", "causal", "masked")
-    ):
+    if facts.data.table.window or facts.format == "text" or draft.value("data.text.task") in ("tokens", *PACKED):
         return False
     return label in facts.values and not facts.column(label).shape
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from onward.trainer.config.sections.text import MASKED
 from onward.trainer.data.schema.columns import TEXT
 from onward.trainer.data.schema.signature import Signature, TensorInfo
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
@@ -125,7 +126,7 @@ def propose_task(draft: Draft, model: Path, signature: Signature, outputs: Seque
     task = draft.value("data.text.task")
     if task == "causal" and not has_end:
         _ask_for_token(draft, "end", "the token that ends a text")
-    if task == "masked" and not has_mask:
+    if task in MASKED and not has_mask:
         _ask_for_token(draft, "mask", "the token that replaces masked ones")
     return str(draft.value("data.text.task", "causal"))
 

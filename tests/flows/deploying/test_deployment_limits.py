@@ -83,8 +83,8 @@ def test_a_run_may_use_the_directories_of_its_configuration_and_its_own_home(pla
         ("loss__file", "{place}/elsewhere/loss.onnx"),
         ("data__files_from", "{place}/elsewhere"),
         ("data__files_from", "/"),
-        ("data__image", ImageConfig(mask_folder="../../elsewhere")),
-        ("data__image", ImageConfig(mask_folder="/")),
+        ("data__image", ImageConfig(masks="../../elsewhere")),
+        ("data__image", ImageConfig(masks="/")),
     ],
 )
 def test_a_path_elsewhere_is_refused_with_the_directories(place: Path, key: str, value: str | ImageConfig) -> None:
@@ -94,7 +94,7 @@ def test_a_path_elsewhere_is_refused_with_the_directories(place: Path, key: str,
 
 
 def test_directories_of_named_files_and_masks_are_those_of_the_configuration(place: Path) -> None:
-    allowed = {"data__files_from": [str(place / "elsewhere")], "data__image": ImageConfig(mask_folder="../masks")}
+    allowed = {"data__files_from": [str(place / "elsewhere")], "data__image": ImageConfig(masks="../masks")}
     (place / "work" / "masks").mkdir()
     record("id", limits_of("nightly", settings(place, **allowed)))
     check_limits("id", settings(place, **allowed))
@@ -105,9 +105,9 @@ def test_directories_of_named_files_and_masks_are_those_of_the_configuration(pla
 def test_the_masks_of_a_source_that_is_fetched_are_in_what_is_fetched(place: Path, folder: str) -> None:
     remote = {"data__source": "https://example.com/photos/a"}
     record("id", limits_of("nightly", settings(place, **remote)))
-    check_limits("id", settings(place, data__image=ImageConfig(mask_folder="masks"), **remote))
-    with pytest.raises(ConfigError, match=r"data\.image\.mask_folder /.*private.* is not below"):
-        check_limits("id", settings(place, data__image=ImageConfig(mask_folder=folder), **remote))
+    check_limits("id", settings(place, data__image=ImageConfig(masks="./masks"), **remote))
+    with pytest.raises(ConfigError, match=r"data\.image\.masks /.*private.* is not below"):
+        check_limits("id", settings(place, data__image=ImageConfig(masks=folder), **remote))
 
 
 def test_a_link_that_leads_elsewhere_is_refused_with_its_target(place: Path) -> None:

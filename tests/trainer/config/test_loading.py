@@ -28,11 +28,11 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "packed classes": (
         {"data": {"source": "a.csv", "text": {"tokenizer": "t.json", "packing": "joined"}}},
-        ["data.text.packing 'joined' is for the tasks causal and masked, not classification"],
+        ["data.text.packing 'joined' is for the tasks causal, masked, masked_words, not classification"],
     ),
     "masked classes": (
-        {"data": {"source": "a.csv", "text": {"tokenizer": "t.json", "whole_words": True}}},
-        ["data.text.whole_words True is for the task masked, not classification"],
+        {"data": {"source": "a.csv", "text": {"tokenizer": "t.json", "mask_probability": 0.5}}},
+        ["data.text.mask_probability 0.5 is for the tasks masked, masked_words, not classification"],
     ),
     "bytes of masked tokens": (
         {

@@ -125,6 +125,7 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"data": {"image": {"augment": {"flip": (0.5, 0.25)}}}},
     ),
     ({}, {"export.promote_if.signature": "any"}, {}),
+    ({}, {"data.image.mask_folder": "masks"}, {"data": {"image": {"masks": "./masks"}}}),
     ({}, {"data.image_channels": 1}, {"data": {"image_size": (1, 32)}}),
     (
         {"data": {"table": {"categories": ("s*",)}}},
@@ -136,6 +137,11 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"data": {"text": {"task": "masked"}}},
         {f"data.text.{name}_token": f"<{name}>" for name in ("end", "mask", "pad")},
         {"data": {"text": {"tokens": {name: f"<{name}>" for name in ("end", "mask", "pad")}}}},
+    ),
+    (
+        {"data": {"text": {"task": "masked"}}},
+        {"data.text.whole_words": True},
+        {"data": {"text": {"task": "masked_words"}}},
     ),
     ({}, {"data.text_files": "*.txt"}, {}),
     ({"graph": {"compile": True}}, {"graph.compile_mode": "default"}, {"graph": {"compile": "default"}}),

@@ -20,7 +20,7 @@ PROPOSED: dict[str, dict[str, Any]] = {
     "npz": {"data.label": "quadrant", "model.loss": "cross_entropy"},
     "csv text": {"data.text.columns": "sentence", "data.label": "verdict", "model.loss": "cross_entropy"},
     "causal text": {"data.text.task": "causal"},
-    "masks": {"data.image.mask_folder": "../masks", "data.image.mask_values": [0, 255], "data.label": "mask"},
+    "masks": {"data.image.masks": "../masks", "data.image.mask_values": [0, 255], "data.label": "mask"},
     "parquet regression": {"data.label": "yield", "model.loss": "mse", "data.table.missing": "mean"},
     "two outputs": {"loss.0.label": "mode", "loss.1.label": ["load_left", "load_right"], "loss.1.name": "mse"},
     "labels are an input": {"model.loss": "output"},

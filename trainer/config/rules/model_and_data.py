@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
+from onward.trainer.config.sections.text import MASK_PROBABILITY, MASKED, PACKED
+from onward.trainer.errors import few
 
 
 def weights(model: ModelConfig) -> Iterable[str]:
@@ -42,8 +44,8 @@ def text(data: DataConfig) -> Iterable[str]:
     text = data.text
     if text is None:
         return
-    if text.packing not in ("auto", "none") and text.task not in ("causal", "masked"):
-        yield f"data.text.packing {text.packing!r} is for the tasks causal and masked, not {text.task}"
+    if text.packing not in ("auto", "none") and text.task not in PACKED:
+        yield f"data.text.packing {text.packing!r} is for the tasks {few(PACKED)}, not {text.task}"
     if text.stride is not None and text.task == "causal":
         yield (
             "data.text.stride: the windows of a causal model follow each other, so that each token is predicted once; "
@@ -58,9 +60,7 @@ def text(data: DataConfig) -> Iterable[str]:
         )
     if text.pad_side != "auto" and text.packing not in ("auto", "none"):
         yield f"data.text.pad_side {text.pad_side!r}: windows of data.text.packing {text.packing!r} are not padded so"
-    if text.task != "masked" and "mask" in text.tokens:
-        yield f"data.text.tokens.mask {text.tokens['mask']!r} is for the task masked, not {text.task}"
-    for name in ("mask_probability", "whole_words"):
-        value = getattr(text, name)
-        if text.task != "masked" and value != type(text).model_fields[name].default:
-            yield f"data.text.{name} {value!r} is for the task masked, not {text.task}"
+    given = {"tokens.mask": text.tokens.get("mask"), "mask_probability": text.mask_probability}
+    for name, value in given.items():
+        if not text.is_masked and value not in (None, MASK_PROBABILITY):
+            yield f"data.text.{name} {value!r} is for the tasks {few(MASKED)}, not {text.task}"

@@ -118,14 +118,13 @@ class ImageConfig(Section):
     """The channels that the model takes, in their order; `auto` = grey or rgb, by their number."""
     layout: Literal["auto", "nchw", "nhwc"] = "auto"
     """The model's dimensions: channels before or behind height and width; `auto` = where it has 1 or 3."""
-    masks: tuple[str, ...] = ()
+    masks: str | tuple[str, ...] = ()
     """Segmentation: the columns of labels that are images, too: a class number for each pixel (grey or palette, 8 or 16
     bits), or the indices of a palette. They are resized, cropped and flipped with the image; borders that augmentation
-    adds get the loss's `ignore_index`."""
-    mask_folder: str = ""
-    """Segmentation with a folder of images: the folder of masks, relative to each source, such as `../masks`, or
-    `../../masks/{source}` with the name of the source's own folder: masks/train for images/train. A mask has the name
-    of its image, with any suffix, and becomes the column `mask`: set `data.label = "mask"`."""
+    adds get the loss's `ignore_index`. Or, with a slash, the folder of masks of a folder of images, relative to each
+    source, such as `../masks`, or `../../masks/{source}` with the name of the source's own folder: masks/train for
+    images/train. A mask has the name of its image, with any suffix, and becomes the column `mask`: set
+    `data.label = "mask"`."""
     boxes: str = ""
     """Object detection: the boxes of images in a folder, relative to each source: a .json of COCO, or a folder of
     YOLO's .txt files or of Pascal VOC's .xml files, such as `./labels`, `../annotations.json` or
@@ -175,6 +174,11 @@ class ImageConfig(Section):
         """Whether a smaller image averages over all pixels."""
         return self.interpolation == self.resampling
 
+    @property
+    def mask_folder(self) -> str:
+        """The folder of masks, relative to that of the images; "" where masks are in columns."""
+        return self.masks if isinstance(self.masks, str) and "/" in self.masks else ""
+
     def masks_of(self, folder: Path) -> Path:
         """Return the folder of masks of a source, which is a folder of images."""
         return folder / self.mask_folder.replace("{source}", folder.name)
@@ -182,7 +186,9 @@ class ImageConfig(Section):
     @property
     def mask_columns(self) -> tuple[str, ...]:
         """The columns that hold masks."""
-        return (*self.masks, *(["mask"] if self.mask_folder and "mask" not in self.masks else []))
+        if isinstance(self.masks, str):
+            return ("mask",) if self.mask_folder else (self.masks,)
+        return self.masks
 
     @property
     def box_place(self) -> str:

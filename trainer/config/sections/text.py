@@ -9,6 +9,12 @@ from pydantic import Field
 from onward.trainer.config.section import LengthOrZero, Section
 from onward.trainer.config.urls import FilePath
 
+MASKED = ("masked", "masked_words")
+"""The tasks that predict masked tokens: each token by itself, or all tokens of a word or none."""
+PACKED = ("causal", *MASKED)
+"""The tasks that make all labels from the text, and whose samples may be windows over several texts."""
+MASK_PROBABILITY = 0.15
+"""The default of `mask_probability`."""
 TextRole = Literal["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
 """What a tokenizer computes for an input of a graph; `labels` of a graph that computes its own loss."""
 
@@ -21,10 +27,11 @@ class TextConfig(Section):
     the config file; on the command line, to the working directory."""
     columns: str | tuple[str, ...] = "text"
     """The column of texts, or two columns, whose texts are encoded as pairs."""
-    task: Literal["classification", "regression", "tokens", "causal", "masked"] = "classification"
+    task: Literal["classification", "regression", "tokens", "causal", "masked", "masked_words"] = "classification"
     """What is learned of a text: the class or the number in the column `data.label`; the class of each word (`tokens`),
-    where both columns hold lists, or texts divided by spaces; each next token (`causal`); or tokens that are masked
-    (`masked`, as BERT is trained). The last two make the labels from the text."""
+    where both columns hold lists, or texts divided by spaces; each next token (`causal`); or tokens that are masked, as
+    BERT is trained: single ones (`masked`), or whole words (`masked_words`). The last three make the labels from the
+    text."""
     max_length: LengthOrZero = 0
     """Tokens that a sample has at most, with special tokens; longer ones are truncated as the tokenizer says. 0 = the
     fixed length of the graph's inputs, else the number of its position embeddings, else no limit."""
@@ -42,10 +49,10 @@ class TextConfig(Section):
     """Make texts lower-case before they are tokenized, for a model that was trained so by a tokenizer.json that does
     not do it itself."""
     packing: Literal["auto", "none", "joined", "separate"] = "auto"
-    """Tasks `causal` and `masked`: what a sample is. `none` = one text. `joined` = a window of `max_length` tokens of
-    all texts one after the other, each with the end token behind it, which attend to each other. `separate` = whole
-    texts that share a window, each of which attends to itself alone: for models whose mask is [batch, length, length].
-    `auto` = joined for `causal`, none for `masked`."""
+    """Tasks `causal`, `masked` and `masked_words`: what a sample is. `none` = one text. `joined` = a window of
+    `max_length` tokens of all texts one after the other, each with the end token behind it, which attend to each other.
+    `separate` = whole texts that share a window, each of which attends to itself alone: for models whose mask is
+    [batch, length, length]. `auto` = joined for `causal`, else none."""
     documents: Literal["auto", "file", "line", "paragraph"] = "auto"
     """Of text files: what one text is. Paragraphs end at blank lines. `auto` = the file, or the paragraph if there is
     one file only. Evaluation sets whole texts aside."""
@@ -55,10 +62,13 @@ class TextConfig(Section):
     tokens: dict[Literal["pad", "end", "mask"], str] = {}
     """Special tokens where the tokenizer does not say them, such as { end = "</s>" }. `pad`: what pads shorter samples
     of a batch. `end`: what ends each text, for the task `causal` and for `packing`. `mask`: what replaces masked
-    tokens, for the task `masked`."""
-    mask_probability: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
-    """Task `masked`: the share of tokens that are predicted. 8 of 10 of them are replaced by the mask token, 1 by a
-    token drawn at random, and 1 stays. Which ones is a function of `train.seed` and the sample's position; in
-    evaluation of the row alone."""
-    whole_words: bool = False
-    """Task `masked`: all tokens of a word are predicted, or none."""
+    tokens, for the tasks `masked` and `masked_words`."""
+    mask_probability: Annotated[float, Field(gt=0.0, lt=1.0)] = MASK_PROBABILITY
+    """Tasks `masked` and `masked_words`: the share of tokens that are predicted. 8 of 10 of them are replaced by the
+    mask token, 1 by a token drawn at random, and 1 stays. Which ones is a function of `train.seed` and the sample's
+    position; in evaluation of the row alone."""
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether masked tokens are predicted."""
+        return self.task in MASKED

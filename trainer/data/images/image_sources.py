@@ -49,7 +49,7 @@ def folder_blocks(
 ) -> Iterator[Block]:
     """Yield the files in blocks, with the columns `column` (the path) and `label` (the class folder's name).
 
-    Without class folders there is no column `label`. With a folder of masks (data.image.mask_folder) there is a column
+    Without class folders there is no column `label`. With a folder of masks (data.image.masks) there is a column
     `mask` instead, and images without one are bad rows if such rows are left out (data.bad_rows); with boxes
     (data.image.boxes) a column `boxes`, and images without labels are bad rows. Raises DataError if only some files are
     in a folder of a class, and as `mask_files` and `read_annotations`. part: the files that are read; None for all.
@@ -100,9 +100,9 @@ def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> l
     name, path = files[0]
     source = Path(str(path).removesuffix(name))
     # not resolve(): "../masks" of a folder that is a link is beside the link
-    folder = Path(os.path.normpath(ImageConfig(mask_folder=mask_folder).masks_of(source).absolute()))
+    folder = Path(os.path.normpath(ImageConfig(masks=mask_folder).masks_of(source).absolute()))
     if not folder.is_dir():
-        raise DataError(f"data.image.mask_folder: there is no folder {folder}")
+        raise DataError(f"data.image.masks: there is no folder {folder}")
     found: dict[PurePosixPath, list[Path]] = {}
     for mask in sorted(folder.rglob("*")):
         if mask.suffix.lower() in IMAGE_SUFFIXES:

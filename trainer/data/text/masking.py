@@ -80,22 +80,22 @@ class Masking:
 
 def open_masking(columns: TextColumns | None, fitted: Mapping[str, Fitted], *, seed: int) -> Masking | None:
     """Return what masks the tokens of a batch; None for other tasks. fitted: by column, of the shards."""
-    if columns is None or columns.config.task != "masked":
+    if columns is None or not columns.config.is_masked:
         return None
+    text = columns.config
     ids = columns.inputs["input_ids"].name
     vocabulary = fitted[ids].token_vocabulary if ids in fitted else None
     if vocabulary is None:
-        raise ConfigError("the shards were made for another task than data.text.task 'masked'; start a new run")
+        raise ConfigError(f"the shards were made for another task than data.text.task {text.task!r}; start a new run")
     # the loss reads one column, a graph that computes its own loss an input: both get the same labels
     labels = [columns.label] if columns.label else []
     labels += [columns.inputs["labels"].name] if "labels" in columns.inputs else []
-    text = columns.config
     return Masking(
         ids,
         labels,
         vocabulary,
         text.mask_probability,
-        text.whole_words,
+        text.task == "masked_words",
         seed=seed,
         ignore_index=columns.ignore_index,
     )
@@ -105,12 +105,12 @@ def describe_masks(data: DataConfig, fitted: Mapping[str, Fitted]) -> str:
     """Return which tokens a masked language model predicts, in words; "" for other tasks. fitted: of the shards."""
     text = data.text
     vocabulary = next((each.token_vocabulary for each in fitted.values() if each.token_vocabulary), None)
-    if text is None or text.task != "masked" or vocabulary is None:
+    if text is None or not text.is_masked or vocabulary is None:
         return ""
     names = dict(zip(vocabulary.special_ids, vocabulary.names, strict=False))  # shards of earlier versions have none
     never = ", ".join(names.get(number, f"id {number}") for number in vocabulary.special_ids)
     mask = names.get(vocabulary.mask_id, f"id {vocabulary.mask_id}")
-    what = "tokens (whole words)" if text.whole_words else "tokens"
+    what = "tokens (whole words)" if text.task == "masked_words" else "tokens"
     return (
         f"{100 * text.mask_probability:g} % of the {what} are predicted: 8 of 10 of them become {mask}, 1 another "
         f"token, 1 stays; never {never}"

@@ -47,7 +47,7 @@ def find_special_tokens(columns: TextColumns, tokenizer: OpenTokenizer) -> Speci
         return found
 
     is_causal = config.task == "causal"
-    is_masked = config.task == "masked"
+    is_masked = config.is_masked
     is_pair = len(columns.sources) == 2
     added = tokenizer.library.num_special_tokens_to_add(is_pair) if config.special_tokens else 0
     end = None

@@ -16,15 +16,13 @@ from typing import get_args
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.config.sections.text import TextConfig, TextRole
+from onward.trainer.config.sections.text import PACKED, TextConfig, TextRole
 from onward.trainer.data.schema.columns import TEXT, WORDS, ColumnType
 from onward.trainer.data.schema.signature import Signature, TensorInfo
 
 ROLES: tuple[TextRole, ...] = get_args(TextRole)
-MAKES_LABELS = ("tokens", "causal", "masked")
+MAKES_LABELS = ("tokens", *PACKED)
 """The tasks whose labels have one entry for each token."""
-PACKED = ("causal", "masked")
-"""The tasks whose samples may be windows over several texts."""
 
 
 @dataclass(frozen=True)

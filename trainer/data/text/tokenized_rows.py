@@ -179,7 +179,7 @@ class TokenizedRows(FittedComputer, RowDivider):
 
     def _results(self) -> Iterator[tuple[TextRole, str, str]]:
         """Yield (what, the name of its column, numpy's name of its type) of each result."""
-        needs_words = self._config.task == "masked" and self._config.whole_words
+        needs_words = self._config.task == "masked_words"
         ids = self._of.inputs["input_ids"].name
         if self._of.is_packed:
             yield "input_ids", ids, self.types["input_ids"]
@@ -296,7 +296,7 @@ class TokenizedRows(FittedComputer, RowDivider):
         given: list[Any] = list(zip(*texts, strict=True)) if len(texts) == 2 else texts[0]
         library = self._tokenizer.library
         # the faster one gives no words and offsets
-        is_exact = self._config.whole_words or self._storage.counts_bytes
+        is_exact = self._config.task == "masked_words" or self._storage.counts_bytes
         encode = library.encode_batch if is_exact else library.encode_batch_fast
         failed: dict[int, str] = {}
         try:

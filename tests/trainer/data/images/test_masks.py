@@ -101,13 +101,13 @@ def test_tables_and_folders_and_both_caches_give_the_same_masks(tmp_path: Path) 
     assert labels is not None
     assert (labels.dtype, labels.shape) == (torch.int64, (8, 16, 16))
     assert set(labels.unique().tolist()) == {-100, 0, 1, 2}  # borders of crops are ignored
-    folder = taken(batches(tmp_path, images, mask_folder="../masks"))
+    folder = taken(batches(tmp_path, images, masks="../masks"))
     assert {0, 1, 2} == set(torch.cat([each.labels[0] for each in folder]).unique().tolist())
     # folders of splits inside of those of images and masks
     for name in ("images", "masks"):
         (tmp_path / "split" / name).mkdir(parents=True)
         (tmp_path / name).rename(tmp_path / "split" / name / "train")
-    inside = taken(batches(tmp_path, tmp_path / "split/images/train", mask_folder="../../masks/{source}"))
+    inside = taken(batches(tmp_path, tmp_path / "split/images/train", masks="../../masks/{source}"))
     for one, other in zip(folder, inside, strict=True):
         assert torch.equal(one.inputs[0], other.inputs[0])
         assert torch.equal(one.labels[0], other.labels[0])
@@ -169,18 +169,18 @@ def test_masks_with_a_value_that_is_no_class_are_bad_rows_unless_the_loss_ignore
     mask[0] = 255
     Image.fromarray(mask).save(tmp_path / "masks" / "04.png")
     with pytest.raises(DataError) as refused:
-        batches(tmp_path, source, mask_folder="../masks", cache=cache)
+        batches(tmp_path, source, masks="../masks", cache=cache)
     assert f"{source}/04.jpg: mask holds class 255, but the output has 3 of them, 0..2" in str(refused.value)
     assert "1 bad row: correct it" in str(refused.value)
     assert list((tmp_path / "cache").iterdir()) == []
-    ignoring = batches(tmp_path, source, {"ignore_index": 255}, mask_folder="../masks", cache=cache)
+    ignoring = batches(tmp_path, source, {"ignore_index": 255}, masks="../masks", cache=cache)
     assert ignoring.num_rows
     ignoring.close()
 
 
 def test_images_without_a_mask_are_left_out_on_request_and_none_of_all_is_refused(tmp_path: Path) -> None:
     source = write_pairs(tmp_path)
-    config = configured(tmp_path, source, mask_folder="../masks")
+    config = configured(tmp_path, source, masks="../masks")
     for name in ("04", "07"):
         (tmp_path / "masks" / f"{name}.png").unlink()
     skipping = config.model_copy(update={"data": config.data.model_copy(update={"bad_rows": "skip"})})
@@ -200,9 +200,9 @@ def test_missing_masks_and_folders_and_masks_that_no_loss_reads_are_refused(tmp_
     (tmp_path / "masks" / "04.png").unlink()
     (tmp_path / "masks" / "07.png").rename(tmp_path / "masks" / "77.png")
     with pytest.raises(ConfigError, match=r"2 of 30 images have no mask in .*masks: 04.jpg, 07.jpg"):
-        batches(tmp_path, images, mask_folder="../masks")
-    with pytest.raises(ConfigError, match=r"data.image.mask_folder: there is no folder .*absent"):
-        batches(tmp_path, images, mask_folder="../absent")
+        batches(tmp_path, images, masks="../masks")
+    with pytest.raises(ConfigError, match=r"data.image.masks: there is no folder .*absent"):
+        batches(tmp_path, images, masks="../absent")
     with pytest.raises(ConfigError, match=r"no loss reads the masks in column other, but mask; set data.label"):
         batches(tmp_path, tmp_path / "table.csv", masks=["other"])
     with pytest.raises(ConfigError, match="rand_augment 9 cannot change masks with their images"):

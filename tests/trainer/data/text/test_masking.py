@@ -54,7 +54,7 @@ def stream(config: RunConfig, directory: Path, replicas: int, num_samples: int =
     return found
 
 
-@pytest.mark.parametrize("text", [{}, {"whole_words": True}, {"packing": "joined", "max_length": 16}])
+@pytest.mark.parametrize("text", [{}, {"task": "masked_words"}, {"packing": "joined", "max_length": 16}])
 def test_masks_are_the_same_for_any_number_of_replicas_and_new_in_each_epoch(
     tmp_path: Path, text: dict[str, Any]
 ) -> None:
@@ -99,7 +99,7 @@ def test_special_tokens_stay_and_labels_are_the_tokens_that_were_masked(tmp_path
 
 
 def test_whole_words_are_masked_together(tmp_path: Path) -> None:
-    config = masked(tmp_path, text={"whole_words": True})
+    config = masked(tmp_path, text={"task": "masked_words"})
     directory, _ = sharded(config, tmp_path)
     shards = open_shards(directory, "train")
     words = shards.read(np.arange(shards.num_rows))["input_ids/words"]
@@ -146,9 +146,9 @@ def test_the_line_about_the_masks_names_their_share_and_the_tokens_that_are_neve
         "never [PAD], [UNK], [CLS], [SEP], [MASK]"
     )
     # another share needs no other shards, and has its own line
-    other = masked(tmp_path, text={"mask_probability": 0.125, "whole_words": False})
+    other = masked(tmp_path, text={"mask_probability": 0.125})
     assert sharded(other, tmp_path)[0] == directory
     assert describe_masks(other.data, manifest.fitted).startswith("12.5 % of the tokens are predicted")
-    whole = masked(tmp_path, text={"whole_words": True})
+    whole = masked(tmp_path, text={"task": "masked_words"})
     assert describe_masks(whole.data, manifest.fitted).startswith("40 % of the tokens (whole words) are predicted")
     assert describe_masks(configured(tmp_path, tiny_token_classifier(), {"text": {}}).data, manifest.fitted) == ""

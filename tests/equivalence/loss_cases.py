@@ -284,7 +284,7 @@ CASES: dict[str, Case] = {
     "balanced classes": of_kinds(
         "kind", lambda o, t: F.cross_entropy(o, t, balanced(columns()["kind"])), class_weights="balanced"
     ),
-    "probabilities": of_kinds("soft", F.cross_entropy, soft_labels=True),
+    "probabilities": of_kinds("soft", F.cross_entropy, label_type="float32"),
     "positive weights": of_kinds(
         "yes",
         lambda o, t: F.binary_cross_entropy_with_logits(o, t, pos_weight=torch.tensor(WEIGHTS)),

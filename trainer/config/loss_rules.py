@@ -136,7 +136,7 @@ def _dense(roles: Mapping[str, int], *takes: str, by_level: bool = False, backgr
 LOSS_RULES: Mapping[LossName, LossRule] = {
     "cross_entropy": LossRule(
         "classes",
-        takes=("class_axis", "ignore_index", "label_smoothing", "soft_labels", "class_weights"),
+        takes=("class_axis", "ignore_index", "label_smoothing", "label_type", "class_weights"),
         tasks=("classes",),
         metrics=("accuracy",),
         applies=SOFTMAX,

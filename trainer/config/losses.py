@@ -74,8 +74,6 @@ class LossConfig(Section):
     of the first rows, which the rehearsal finds and the run keeps."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """cross_entropy: the share of each label that is spread over all classes."""
-    soft_labels: bool = False
-    """cross_entropy: labels are probabilities of the classes, of the output's shape."""
     class_weights: tuple[NonNegativeFloat, ...] | Literal["balanced"] = ()
     """cross_entropy, bce_with_logits: a weight for each class. The mean of a cross-entropy divides by the sum of the
     weights of its targets, as torch's does. `balanced` = rows / (classes x rows of the class) in the training data."""
@@ -116,8 +114,9 @@ class LossConfig(Section):
     which unlike rows count; not set = 0."""
     temperature: PositiveFloat = 0.07
     """info_nce: what the similarities are divided by."""
-    label_type: Literal["float32", "int64"] = "float32"
-    """file: the type of the labels that your loss is given."""
+    label_type: Literal["auto", "float32", "int64"] = "auto"
+    """The type of the labels. file: what your loss is given; `auto` = float32. cross_entropy: `float32` = probabilities
+    of the classes, of the output's shape, as torch's cross_entropy takes them; `auto` = numbers of classes."""
     count: str = ""
     """file: the function of your Python file that counts the targets, count(labels, size); empty = one for each row."""
 
@@ -171,6 +170,11 @@ class LossConfig(Section):
         return self.rule.labels != "none"
 
     @property
+    def soft_labels(self) -> bool:
+        """Whether the labels are probabilities of classes."""
+        return self.rule.labels == "classes" and self.label_type == "float32"
+
+    @property
     def has_classes(self) -> bool:
         """Whether the labels are numbers of classes, int64."""
         return self.rule.labels in ("classes", "sequences") and not self.soft_labels
@@ -183,7 +187,9 @@ class LossConfig(Section):
     @property
     def label_dtype(self) -> Literal["float32", "int64"]:
         """The element type of the labels."""
-        return "int64" if self.has_classes else self.label_type
+        if self.is_own and self.label_type == "int64":
+            return "int64"
+        return "int64" if self.has_classes else "float32"
 
     @property
     def label_units(self) -> LabelUnits | None:

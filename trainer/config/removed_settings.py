@@ -123,6 +123,12 @@ def _matched(pairs: Any, teacher: Settings, settings: Settings) -> bool:
     return len(teacher["match"]) < len(pairs)
 
 
+def _type_of_labels(is_soft: bool, loss: Settings, settings: Settings) -> None:
+    # float32 was also written down for losses that do not read it
+    if (loss["name"] or settings["model"]["loss"]) != "file":
+        loss["label_type"] = "float32" if is_soft else "auto"
+
+
 def _is_other_way(value: Literal["least", "greatest"], checkpoint: Settings, settings: Settings) -> bool:
     return bool(is_greatest(checkpoint["best_metric"])) != (value == "greatest")
 
@@ -138,7 +144,7 @@ class Removed:
     instead: str
     """A clause: what takes its place."""
     same: tuple[Any, ...]
-    """Values that say what a run does now: the former default first."""
+    """Values that say what a run does now, the former default first; () = each is read by `now`."""
     now: Rule
     """What becomes of another value in a saved configuration."""
 
@@ -231,6 +237,9 @@ REMOVED: Mapping[str, Removed] = {
     ),
     "launch.storage_wait_s": Removed(
         "a retry waits up to 10 minutes for the disk; launch.retries = 0 does not wait", (600.0,), _without_effect
+    ),
+    "loss.soft_labels": Removed(
+        'set loss.label_type = "float32" for labels that are probabilities', (), _type_of_labels
     ),
     "monitor.cpu_peak": Removed(
         "the peak of CPUs is always measured, in a tenth of a second", (True,), _without_effect

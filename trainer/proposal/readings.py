@@ -225,7 +225,7 @@ def _of_tensors(facts: Facts, sample: Dims, column: Column) -> Iterator[Reading]
     shape: Dims = (None,) * len(column.shape) if column.variable else column.shape
     if same_lengths(shape, sample):
         loss, why = _of_same_shape(facts, column, values)
-        settings: Mapping[str, Any] = {"soft_labels": True} if loss == "cross_entropy" else {}
+        settings: Mapping[str, Any] = {"label_type": "float32"} if loss == "cross_entropy" else {}
         if loss == "mse":
             why, settings = _of_regression(why, values)
         yield Reading(name, loss, f"{name} has the shape of the output; {why}", settings)

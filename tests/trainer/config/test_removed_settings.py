@@ -35,9 +35,14 @@ GOOD: dict[str, Any] = {
         "table": {"window": {"length": 3}},
     },
     "train": {"num_steps": 5},
+    "loss": [{"name": "cross_entropy"}],
     "optimizer": {"weights": [{"pattern": "head.*"}]},
 }
 """With all tables that a configuration may leave out."""
+
+
+def former_default(key: str) -> Any:
+    return (*REMOVED[key].same, False)[0]
 
 
 def with_setting(settings: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -67,7 +72,7 @@ def run_with(folder: Path, settings: dict[str, Any]) -> RunDir:
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_setting_in_a_configuration_is_answered_with_what_takes_its_place(key: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        build_config(with_setting(GOOD, key, REMOVED[key].same[0]))
+        build_config(with_setting(GOOD, key, former_default(key)))
     said = key.replace("optimizer.weights.", "optimizer.weights.0.")
     assert refused.value.problems == (f"{said} is no setting any more: {REMOVED[key].instead}",)
 
@@ -89,8 +94,8 @@ def test_no_removed_setting_is_a_setting(key: str) -> None:
 
 def test_an_older_run_that_did_not_set_them_is_read_and_goes_on_as_a_run_of_now(tmp_path: Path) -> None:
     older = saved()
-    for key, removed in REMOVED.items():
-        older = with_setting(older, key, removed.same[0])
+    for key in REMOVED:
+        older = with_setting(older, key, former_default(key))
     run = run_with(tmp_path / "run", older)
     assert read_config(run, "given") == build_config(GOOD)
     # its record of the settings that it may go on with is older, too
@@ -166,6 +171,18 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ),
     ({}, {"train.desync_check_period": 0}, {}),
     ({}, {"export.parity_batches": 9, "parallel.bucket_mib": 9, "parallel.vocabulary": False}, {}),
+    # config.json had the type for losses, too, that do not read it
+    (
+        {"loss": [{"name": "cross_entropy", "label_type": "float32"}]},
+        {"loss.soft_labels": False},
+        {"loss": [{"name": "cross_entropy"}]},
+    ),
+    ({}, {"loss.soft_labels": True}, {"loss": [{"name": "cross_entropy", "label_type": "float32"}]}),
+    (
+        {"loss": [{"name": "file", "file": "l.py:f", "label_type": "int64"}]},
+        {"loss.soft_labels": False},
+        {},
+    ),
     ({}, {"optimizer.adafactor": {"clip": 2.0}, "optimizer.muon.steps": 7}, {}),
     (
         {"optimizer": {"name": "lamb"}},

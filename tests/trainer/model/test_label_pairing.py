@@ -37,7 +37,7 @@ def table() -> list[tuple[str, str, str, str]]:
     section = PAGE.read_text().partition("## Which axes are paired")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line[:1] == "|" and "`[B" in line]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [(name, *row[1:]) for row in rows for name in re.findall(r"`(\w+)`", row[0]) if name != "soft_labels"]
+    return [(name, *row[1:]) for row in rows for name in re.findall(r"`(\w+)`", row[0])]
 
 
 def shape(cell: str) -> list[int]:
@@ -52,7 +52,7 @@ def paired(name: str, output: str, labels: str) -> Tensor:
     scores = [torch.rand(shape(output), generator=random) for _ in range(LOSS_RULES[name].num_outputs)]
     is_soft = name == "cross_entropy" and shape(output) == shape(labels)
     kind = torch.int64 if LOSS_RULES[name].labels in ("classes", "sequences") and not is_soft else torch.float32
-    settings: dict[str, Any] = {"soft_labels": True} if is_soft else {}
+    settings: dict[str, Any] = {"label_type": "float32"} if is_soft else {}
     settings |= {"quantiles": (0.1, 0.9)} if name == "quantile" else {}
     return loss_of(name, **settings)(scores, torch.ones(shape(labels), dtype=kind), ROWS)
 
@@ -97,14 +97,14 @@ def test_positions_pair_in_order_however_neighbouring_axes_are_joined() -> None:
 
 
 def test_probabilities_pair_with_scores_class_by_class() -> None:
-    soft = loss_of("cross_entropy", soft_labels=True, class_axis=1)
+    soft = loss_of("cross_entropy", label_type="float32", class_axis=1)
     random = torch.Generator().manual_seed(0)
     scores, labels = (torch.randn(4, 3, 7, generator=random) for _ in range(2))
     labels = labels.softmax(1)
     torch.testing.assert_close(soft(scores, labels, 4), F.cross_entropy(scores, labels, reduction="sum"))
     with pytest.raises(ConfigError, match=r"\[4, 3, 7\] and the labels are \[4, 7, 3\].*\(0, 2, 1\)"):
         soft(scores, labels.transpose(1, 2).contiguous(), 4)
-    last = loss_of("cross_entropy", soft_labels=True, class_axis=2)
+    last = loss_of("cross_entropy", label_type="float32", class_axis=2)
     with pytest.raises(ConfigError, match=r"loss.class_axis 2 has 3 classes in the output, but 4 in the labels"):
         last(torch.zeros(4, 1, 3), torch.zeros(4, 3), 4)
 

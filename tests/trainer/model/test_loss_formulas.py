@@ -103,12 +103,12 @@ CASES: dict[str, Case] = {
         lambda o, t: F.cross_entropy(o, t, torch.tensor(WEIGHTS[:3]), label_smoothing=0.1),
         {"class_weights": WEIGHTS[:3], "label_smoothing": 0.1},
     ),
-    "cross_entropy, probabilities": Case(SCORES, probabilities(SCORES, 1), F.cross_entropy, {"soft_labels": True}),
+    "cross_entropy, probabilities": Case(SCORES, probabilities(SCORES, 1), F.cross_entropy, {"label_type": "float32"}),
     "cross_entropy, probabilities of images": Case(
         IMAGE,
         probabilities(IMAGE, 1),
         lambda o, t: F.cross_entropy(o, t, torch.tensor(WEIGHTS[:3]), label_smoothing=0.1),
-        {"soft_labels": True, "class_axis": 1, "class_weights": WEIGHTS[:3], "label_smoothing": 0.1},
+        {"label_type": "float32", "class_axis": 1, "class_weights": WEIGHTS[:3], "label_smoothing": 0.1},
     ),
     "bce_with_logits": Case(
         SCORES,

@@ -184,7 +184,7 @@ def test_metrics_follow_the_axis_of_the_classes_and_the_labels_of_the_loss() -> 
     expected, values = wanted.compute(), found.compute()
     assert values.pop("loss") != pytest.approx(expected.pop("loss"))
     assert values == pytest.approx(expected, rel=1e-5)
-    soft = metrics("cross_entropy", "f1", "accuracy", soft_labels=True, ignore_index=-100)
+    soft = metrics("cross_entropy", "f1", "accuracy", label_type="float32", ignore_index=-100)
     probabilities = 0.8 * F.one_hot(labels.flatten(), CLASSES) + 0.04
     soft.update(output.flatten(0, 1), [probabilities], 2 * ROWS)
     hard = metrics("cross_entropy", "f1", "accuracy", ignore_index=-100)

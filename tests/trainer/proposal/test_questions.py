@@ -270,7 +270,7 @@ def test_the_axis_that_is_long_enough_for_the_greatest_label_has_the_classes(tmp
         ((1000,), np.arange(120) % 5, "cross_entropy", {"model.num_classes": 5}),
         ((1000,), np.arange(120) * 8, "cross_entropy", {"model.num_classes": 0}),
         ((4,), np.array([3, 5, 90])[np.arange(120) % 3], "cross_entropy", {"model.num_classes": 3}),
-        ((4,), np.eye(4, dtype=np.float32)[np.arange(120) % 4], "cross_entropy", {"loss.0.soft_labels": True}),
+        ((4,), np.eye(4, dtype=np.float32)[np.arange(120) % 4], "cross_entropy", {"loss.0.label_type": "float32"}),
         ((4,), (X > 0).astype(np.int64), "bce_with_logits", {}),
         ((4,), X, "mse", {}),
         ((3, 4), Random(0).integers(0, 3, (120, 4)), "cross_entropy", {}),

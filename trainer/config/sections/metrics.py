@@ -115,7 +115,7 @@ def metrics_of(loss: LossConfig, metrics: Sequence[MetricConfig]) -> list[Metric
 
 def tasks_of(loss: LossConfig) -> tuple[Task, ...]:
     """Return what the outputs and labels of a loss are, () if that is not known."""
-    return FILE_TASKS[loss.label_type] if loss.is_own else loss.rule.tasks
+    return FILE_TASKS[loss.label_dtype] if loss.is_own else loss.rule.tasks
 
 
 def task_of(metric: MetricConfig, loss: LossConfig) -> Task | None:
@@ -205,7 +205,7 @@ def _misfit(metric: MetricConfig, losses: Sequence[LossConfig]) -> str:
 
 
 def _described(loss: LossConfig) -> str:
-    return f"'file' with loss.label_type {loss.label_type!r}" if loss.is_own else repr(loss.name)
+    return f"'file' with loss.label_type {loss.label_dtype!r}" if loss.is_own else repr(loss.name)
 
 
 def _parameter_problems(metric: MetricConfig, losses: Sequence[LossConfig]) -> Iterable[str]:

@@ -325,7 +325,7 @@ def mixed_labels(data: DataConfig, losses: Sequence[LossConfig], signature: Sign
         return MixedLabels(image.box_column, 2)
     what = "data.image.augment.mixup and cutmix make labels probabilities of classes"
     # one list for all losses: exactly one, which takes probabilities, is allowed
-    takes_them = [loss.has_class_axis and "soft_labels" in loss.rule.takes for loss in losses]
+    takes_them = [loss.has_class_axis and "label_type" in loss.rule.takes for loss in losses]
     if takes_them != [True]:
         names = ", ".join(each.name for each in losses) or "teacher"
         problems.append(f"{what}, which one cross-entropy on class numbers takes, not {names}")

@@ -199,11 +199,11 @@ def parse_onward(words: list[str], place: str) -> None:
 
 
 def setting_names(section: str) -> set[str]:
-    """The keys of a section, its former names included; none when there is no such section."""
+    """The keys of a section; none when there is no such section."""
     field = RunConfig.model_fields.get(section)
     annotation = LossConfig if section == "loss" else field and field.annotation  # [[loss]] may be several
     fields = getattr(annotation, "model_fields", {})
-    return set(fields) | ({"horizontal"} if section == "parallel" else set())
+    return set(fields)
 
 
 def test_the_readme_and_the_pages_show_every_command() -> None:

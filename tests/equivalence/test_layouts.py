@@ -173,7 +173,7 @@ def stream(run: RunDir) -> list[list[int]]:
     ("layout", "rank"), [("tp2 x pp2", 3), pytest.param("2x2x2", 5, marks=pytest.mark.slow)], ids=["2x2", "2x2x2"]
 )
 def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(tmp_path: Path, layout: str, rank: int) -> None:
-    case = Case(GPT2, layout, 0, {"precision": {"compute": "fp16", "initial_scale": 1024.0}})
+    case = Case(GPT2, layout, 0, {"precision": {"compute": "fp16", "loss_scale": ("dynamic", 1024.0)}})
     run = make_case(case, tmp_path)
     planted = "tests.equivalence.test_layouts:with_a_planted_overflow"
     steps = run_ranks(case.world_size, planted, str(run.root), rank, 2, timeout_s=300)

@@ -127,7 +127,9 @@ def test_a_checkpoint_of_every_optimizer_is_continued_by_another_layout(name: st
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_an_overflow_skips_the_step_of_an_optimizer_that_sums_over_ranks(name: str, tmp_path: Path) -> None:
-    run = make_case(case(GPT2, name, "tp2 x pp2", 0, precision={"compute": "fp16", "initial_scale": 1024.0}), tmp_path)
+    run = make_case(
+        case(GPT2, name, "tp2 x pp2", 0, precision={"compute": "fp16", "loss_scale": ("dynamic", 1024.0)}), tmp_path
+    )
     planted = "tests.equivalence.test_layouts:with_a_planted_overflow"
     assert with_a_planted_overflow.__name__ in planted
     steps = run_ranks(4, planted, str(run.root), 3, 2, timeout_s=300)

@@ -67,7 +67,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(model: str, replica: in
         columns,
         model={"loss": "mse"},
         train={"global_batch_size": BATCH, "num_steps": NUM_STEPS},
-        precision={"compute": "fp16", "initial_scale": 4096.0},
+        precision={"compute": "fp16", "loss_scale": ("dynamic", 4096.0)},
         parallel={"data": 2},
         checkpoint={"period": 1, "keep_newest": 100},
     )

@@ -111,7 +111,7 @@ def exported(run: RunDir) -> Any:
 
 def test_an_fp16_overflow_skips_its_step_and_training_goes_on(tmp_path: Path, record_property: Record) -> None:
     """The loss scale begins so high that the first gradients overflow; it is halved until they do not."""
-    scale = {"compute": "fp16", "initial_scale": 2.0**24}
+    scale = {"compute": "fp16", "loss_scale": ("dynamic", 2.0**24)}
     run = make(tmp_path, "GPT-2", {"precision": scale})
     ranks.train(run)
     scalars = [event.values for event in events(run, "scalars")]

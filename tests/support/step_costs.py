@@ -147,7 +147,7 @@ LAYOUTS: Mapping[str, tuple[Any, int, int, dict[str, Any]]] = {
         TEXT,
         1,
         4,
-        {"precision": {"compute": "fp16", "initial_scale": 16.0}},
+        {"precision": {"compute": "fp16", "loss_scale": ("dynamic", 16.0)}},
     ),
     "2 replicas": (TEXT, 2, 1, {"parallel": {"data": 2}}),
     "2 replicas, 4 micro-batches": (TEXT, 2, 4, {"parallel": {"data": 2}}),

@@ -165,7 +165,7 @@ def test_every_rank_has_the_nodes_that_it_computes_and_the_bits_are_the_same(tmp
 
 @pytest.mark.slow
 def test_a_step_that_is_tried_again_at_another_loss_scale_counts_as_another_one(tmp_path: Path) -> None:
-    precision = {"compute": "fp16", "initial_scale": 2.0**24}
+    precision = {"compute": "fp16", "loss_scale": ("dynamic", 2.0**24)}
     run = a_run(tmp_path, tiny_conv_net(), tiny_images(60), precision=precision, monitor={"profile_steps": [1, 2]})
     train_run(run)
     overflows = [event for event in events(run, "scalars") if event.values.get("train/skipped")]

@@ -134,7 +134,6 @@ def _layers_of(source: RunConfig | Mapping[str, Any] | Path, within: tuple[Path,
     if nested := [f"{PROFILES}.{name}" for name, each in profiles.items() if {BASE, PROFILES} & each.keys()]:
         raise ConfigError(f"{where}: {' and '.join(nested)}: a profile has settings only, no {BASE} and no {PROFILES}")
     for each in (raw, *profiles.values()):
-        _read_former_names(each)
         anchor(each, folder)
     yield identity, _Layer(where, raw, profiles, text)
 
@@ -144,12 +143,6 @@ def _bases(given: Any, where: str) -> list[str]:
     if not all(isinstance(each, str) and each for each in bases):
         raise ConfigError(f"{where}: {BASE} names a file, or a list of files, not {given!r}")
     return bases
-
-
-def _read_former_names(raw: dict[str, Any]) -> None:
-    layout = raw.get("parallel")
-    if isinstance(layout, dict) and "horizontal" in layout and "tensor" not in layout:
-        layout["tensor"] = layout.pop("horizontal")  # so that a later layer under either name replaces it
 
 
 def _merge(

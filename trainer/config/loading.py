@@ -76,11 +76,6 @@ def build_config(
     here."""
     found = list(problems)
     found += unknown_sections(raw, RunConfig)
-    if isinstance(data := raw.get("data"), Mapping) and data.get("shard_format") == "pb":
-        found.append(
-            "data.shard_format 'pb': shards are written as Arrow files only; remove the setting. Files in .pb are read "
-            "as before (data.format = 'pb')"
-        )
     read: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         value = raw.get(name, {})
@@ -177,8 +172,6 @@ def settings_in(override: Override) -> Iterable[tuple[str, Any]]:
 def _override(raw: dict[str, Any], key: str, value: Any) -> Any:
     """Replace a setting; return its former value."""
     parts = key.split(".")
-    if parts == ["parallel", "horizontal"]:
-        parts[-1] = "tensor"
     if parts[0] == "loss" and isinstance(raw.get("loss"), list) and len(parts) > 1:  # [[loss]]
         parts = _of_one_table(raw[parts[0]], parts)
     if parts[0] == "loss" and parts[-1] == "file" and value != OPEN:

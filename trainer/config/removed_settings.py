@@ -105,13 +105,15 @@ def _text_files(pattern: str, data: Settings, settings: Settings) -> bool:
     return data.get("source") == "stdlib"
 
 
-def _largest_scale(value: float, precision: Settings, settings: Settings) -> bool:
-    precision["initial_scale"] = min(precision["initial_scale"], 2.0**24)
-    return _of_loss_scale(value, precision, settings)
+def _first_scale(value: float, precision: Settings, settings: Settings) -> None:
+    # a static scale has no first value, and other types have no scale
+    if precision["compute"] == "fp16" and not precision["loss_scale"]:
+        precision["loss_scale"] = ["dynamic", min(value, 2.0**24)]
 
 
 def _of_loss_scale(value: float, precision: Settings, settings: Settings) -> bool:
-    return precision["compute"] == "fp16" and not precision["loss_scale"]
+    is_dynamic = not precision["loss_scale"] or isinstance(precision["loss_scale"], list)
+    return precision["compute"] == "fp16" and is_dynamic
 
 
 def _matched(pairs: Any, teacher: Settings, settings: Settings) -> bool:
@@ -121,6 +123,12 @@ def _matched(pairs: Any, teacher: Settings, settings: Settings) -> bool:
         return False
     teacher["match"] = {each["student"]: [each["teacher"], each["weight"]] for each in pairs}
     return len(teacher["match"]) < len(pairs)
+
+
+def _compatible(value: Any, schedule: Settings, settings: Settings) -> None:
+    # the others are alike in both shapes
+    if schedule["mode"] in ("cosine", "linear", "poly"):
+        schedule["mode"] += "_compatible"
 
 
 def _type_of_labels(is_soft: bool, loss: Settings, settings: Settings) -> None:
@@ -189,6 +197,11 @@ REMOVED: Mapping[str, Removed] = {
     "data.image.mask_folder": Removed(
         'name the folder in data.image.masks, with a slash, such as "../masks" or "./masks"', ("",), _masks_in_a_folder
     ),
+    "data.shard_format": Removed(
+        'shards are written as Arrow files only; files in .pb are read as before (data.format = "pb")',
+        ("arrow", "pb"),
+        _without_effect,
+    ),
     "data.table.vocabularies": Removed(
         'give the texts in data.table.categories, such as { city = ["", "Oslo"], "s*" = "sorted" }',
         ({},),
@@ -247,6 +260,11 @@ REMOVED: Mapping[str, Removed] = {
     "monitor.summary_period": Removed(
         "histograms and norms are recorded every 100 steps, and in the last step", (100,), _without_effect
     ),
+    "monitor.tensorboard": Removed(
+        'set monitor.report_to = ["tensorboard"], or []',
+        (True,),
+        lambda _, monitor, __: monitor.update(report_to=[]),
+    ),
     "optimizer.adafactor": Removed(
         "Adafactor has the numbers of its paper, as torch.optim.Adafactor",
         (ADAFACTOR,),
@@ -269,6 +287,7 @@ REMOVED: Mapping[str, Removed] = {
         'set parallel.reduction = "adasum_all" for Adasum between all replicas', (0,), _adasum
     ),
     "parallel.bucket_mib": Removed("buckets have the size that is right for the link", (0,), _without_effect),
+    "parallel.horizontal": Removed("it is parallel.tensor now", (1,), _said("parallel.tensor")),
     "parallel.vocabulary": Removed(
         "embeddings and heads are always divided by vocabulary, but where loss.class_axis is not the last axis",
         (True,),
@@ -277,7 +296,8 @@ REMOVED: Mapping[str, Removed] = {
     "precision.growth_interval": Removed(
         "a dynamic loss scale doubles after 2,000 steps without overflow", (2000,), _of_loss_scale
     ),
-    "precision.max_scale": Removed("a dynamic loss scale is at most 2^24", (2.0**24,), _largest_scale),
+    "precision.initial_scale": Removed('set precision.loss_scale = ["dynamic", FIRST VALUE]', (65536.0,), _first_scale),
+    "precision.max_scale": Removed("a dynamic loss scale is at most 2^24", (2.0**24,), _of_loss_scale),
     "quantize.activations": Removed(_QUANTIZED, ("uint8",), _quantized(0, "s")),
     "quantize.calibration_rows": Removed("ranges are measured on 256 training rows", (256,), _without_effect),
     "quantize.per_channel": Removed("weights always have a scale for each output channel", (True,), _without_effect),
@@ -287,6 +307,11 @@ REMOVED: Mapping[str, Removed] = {
         'set recompute.mode = "compressed_bf16" or "compressed_fp8"',
         ("exact",),
         lambda kind, recompute, _: recompute.update(mode=f"compressed_{kind}"),
+    ),
+    "schedule.shape": Removed(
+        'set schedule.mode = "cosine_compatible", "linear_compatible" or "poly_compatible"',
+        ("continuous",),
+        _compatible,
     ),
     "stop.metric": Removed(
         "patience and target follow checkpoint.best_metric",

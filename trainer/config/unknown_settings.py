@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.removed_settings import sentence_of
@@ -104,7 +107,7 @@ def explained(error: ValidationError, section: str, model: type[Section], root: 
     findings = error.errors(include_url=False)
     # wrong values come first: one of them may be hidden behind many unknown keys
     strange = [finding for finding in findings if finding["type"] == "extra_forbidden"]
-    others = [finding for finding in findings if finding["type"] != "extra_forbidden"]
+    others = _one_for_each_value(finding for finding in findings if finding["type"] != "extra_forbidden")
     for finding in [*others[:MOST_UNKNOWN], *strange[:MOST_UNKNOWN]]:
         where = shown(".".join(str(part) for part in (section, *finding["loc"]) if part != ""))
         # the tables around the key; a finding of a whole table has no key
@@ -119,7 +122,7 @@ def explained(error: ValidationError, section: str, model: type[Section], root: 
         elif finding["type"] == "missing":
             sentences.append(f"{where} is missing; set it")
         else:
-            message = finding["msg"].removeprefix("Value error, ")
+            message = finding["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
             given = finding.get("input")
             is_secret = isinstance(given, str) and bool(url_of(given))  # a URL may hold a password
             said = (
@@ -134,6 +137,20 @@ def explained(error: ValidationError, section: str, model: type[Section], root: 
         *_further(len(others), f"wrong values{of_section}"),
         *_further(len(strange), f"unknown keys{of_section}"),
     ]
+
+
+def _one_for_each_value(findings: Iterable[ErrorDetails]) -> list[ErrorDetails]:
+    """Join what pydantic finds wrong with one value: of a setting of several types, a finding for each of them."""
+    joined: dict[tuple[int | str, ...], ErrorDetails] = {}
+    for finding in findings:
+        key = tuple(itertools.takewhile(lambda part: not TYPE.fullmatch(str(part)), finding["loc"]))
+        if former := joined.get(key):
+            former["msg"] += f", or {finding['msg'].removeprefix('Input should be ')}"
+            # whose choices may have the one that is meant
+            former["type"] = max(former["type"], finding["type"], key="literal_error".__eq__)
+        else:
+            joined[key] = {**finding, "loc": key}
+    return [*joined.values()]
 
 
 def unknown_sections(raw: Iterable[str], root: type[Section]) -> list[str]:
@@ -185,6 +202,8 @@ def _synonyms(word: str) -> list[str]:
 
 
 MOST_SUGGESTED = 3
+TYPE = re.compile(r"str|int|float|bool|constrained-\w+|function-.*|(literal|tuple|dict|list)\[.*")
+"""How pydantic names a type in the place of a finding, behind the setting."""
 MOST_UNKNOWN = 20
 """Unknown keys, and wrong values, of one table that are named; what each was meant to be takes a millisecond."""
 

@@ -30,13 +30,13 @@ class LossScaler:
     """
 
     def __init__(self, config: PrecisionConfig) -> None:
-        self._dynamic = config.compute == "fp16" and not config.loss_scale
+        self._dynamic = config.compute == "fp16" and not config.static_scale
         self.scale = 1.0
-        self._static = config.compute == "fp16" and config.loss_scale > 0
+        self._static = config.compute == "fp16" and config.static_scale > 0
         self._finite_updates = 0
         self._skipped = 0
         if config.compute == "fp16":
-            self.scale = config.loss_scale or config.initial_scale
+            self.scale = config.static_scale or config.initial_scale
 
     def grow(self) -> None:
         """Count a finite update, and double the scale after enough of them."""

@@ -121,7 +121,7 @@ def test_several_levels_and_several_bases(folder: Path) -> None:
 def test_the_word_auto_and_the_table_of_a_layout_meet(folder: Path) -> None:
     (folder / "auto.toml").write_text('parallel = "auto"\nlaunch.num_ranks = 2\n')
     (folder / "sizes.toml").write_text("[parallel]\nmemory_gib = 2\n")
-    (folder / "given.toml").write_text("[parallel]\ndata = 4\nhorizontal = 2\n")
+    (folder / "given.toml").write_text("[parallel]\ndata = 4\ntensor = 2\n")
     paths = [Path("run.toml"), Path("given.toml"), Path("auto.toml"), Path("sizes.toml")]
     assert read_layers(paths).settings["parallel"] == {"sizes": "auto", "memory_gib": 2}
     assert read_layers(paths[:2]).settings["parallel"] == {"data": 4, "tensor": 2}

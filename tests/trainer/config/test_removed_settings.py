@@ -212,6 +212,13 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {},
     ),
     ({}, {"precision.growth_interval": 9, "precision.max_scale": 9.0}, {}),
+    ({}, {"precision.initial_scale": 8.0}, {}),
+    (
+        {"precision": {"compute": "fp16"}},
+        {"precision.initial_scale": 8.0},
+        {"precision": {"loss_scale": ("dynamic", 8.0)}},
+    ),
+    ({"precision": {"compute": "fp16", "loss_scale": 4.0}}, {"precision.initial_scale": 8.0}, {}),
     ({}, {"quantize.weights": "uint8"}, {}),
     ({"quantize": {"aware": True}}, {"quantize.reduce_range": False}, {"quantize": {"aware": "u8s8"}}),
     (
@@ -221,6 +228,15 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ),
     ({"quantize": {"aware": True}}, {"quantize.per_channel": False}, {}),
     ({"recompute": {"mode": "compressed"}}, {"recompute.stash": "fp8"}, {"recompute": {"mode": "compressed_fp8"}}),
+    (
+        {"schedule": {"mode": "poly"}},
+        {"schedule.shape": "compatible"},
+        {"schedule": {"mode": "poly_compatible"}},
+    ),
+    ({"schedule": {"mode": "constant"}}, {"schedule.shape": "compatible"}, {}),
+    ({}, {"data.shard_format": "pb"}, {}),
+    ({}, {"monitor.tensorboard": False}, {"monitor": {"report_to": ()}}),
+    ({}, {"parallel.horizontal": 2}, {"parallel": {"tensor": 2}}),
     ({}, {"stop.metric": "evaluation/loss"}, {}),
     ({}, {"teacher.compute": "fp32"}, {}),
 ]

@@ -131,3 +131,20 @@ def test_a_thousand_losses_are_the_most() -> None:
         ConfigError, match="20,000 losses, or metrics, of a configuration, more than the limit of 1,000"
     ):
         load_config({**GOOD, "loss": [{"k": 1}] * 20_000})
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("data.image.masks=3", "data.image.masks: Input should be a valid string, or a list, not 3"),
+        ("train.shuffle=lenght", ", or 'length', 'blocks' or 'files', not 'lenght'; did you mean 'length'?"),
+        ("data.inputs={a=3, b=4}", "data.inputs.a: Input should be a valid string, or a list, not 3"),
+    ],
+)
+def test_a_wrong_value_of_a_setting_of_several_types_is_one_problem(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(GOOD, [override])
+    key = override.partition("=")[0]
+    problems = [problem for problem in refusal.value.problems if problem.startswith(key)]
+    assert sentence in problems[0]
+    assert len(problems) == (2 if key == "data.inputs" else 1)

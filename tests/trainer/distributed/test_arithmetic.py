@@ -67,7 +67,7 @@ def rank(device: str) -> MPIContext:
 def test_the_compute_capability_decides_what_auto_and_tf32_mean(
     compute: str, capability: tuple[int, int], chosen: str
 ) -> None:
-    asked = PrecisionConfig.model_validate({"compute": compute, "initial_scale": 8.0})
+    asked = PrecisionConfig.model_validate({"compute": compute, "loss_scale": ("dynamic", 8.0)})
     found = resolve_precision(asked, capability)
     assert (found.compute, found.initial_scale) == (chosen, 8.0)
 

@@ -71,7 +71,7 @@ def test_fp16_that_goes_on_from_fp32_begins_at_its_own_scale(state: dict[str, fl
 
 
 def test_a_restored_scale_is_at_most_the_greatest() -> None:
-    scaler = LossScaler(PrecisionConfig(compute="fp16", initial_scale=512))
+    scaler = LossScaler(PrecisionConfig(compute="fp16", loss_scale=("dynamic", 512)))
     scaler.restore({"scale": 2.0**30, "finite_updates": 5.0})
     assert scaler.scale == MAX_SCALE
 

@@ -44,7 +44,7 @@ def length(train: TrainConfig) -> Iterable[str]:
 def loss_scale(precision: PrecisionConfig) -> Iterable[str]:
     if precision.loss_scale and precision.compute != "fp16":
         yield (
-            f"precision.loss_scale {precision.loss_scale:g} has no meaning in {precision.compute}; "
+            f"precision.loss_scale {precision.loss_scale} has no meaning in {precision.compute}; "
             "only fp16 gradients underflow: set precision.compute = 'fp16' or remove it"
         )
 
@@ -75,8 +75,8 @@ def training_files(optimizer: OptimizerConfig, export: ExportConfig) -> Iterable
 
 
 def schedule(schedule: ScheduleConfig) -> Iterable[str]:
-    if schedule.floor and schedule.shape == "compatible":
-        yield f"schedule.floor {schedule.floor:g} needs schedule.shape = 'continuous'; 'compatible' ends at 0"
+    if schedule.floor and schedule.mode.endswith("compatible"):
+        yield f"schedule.floor {schedule.floor:g} is not for schedule.mode {schedule.mode!r}, which ends at 0"
     if schedule.mode == "none" and schedule.warmup_ratio:
         yield f"schedule.warmup_ratio {schedule.warmup_ratio:g} has no effect with mode 'none'; use mode 'constant'"
 

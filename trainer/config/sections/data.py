@@ -21,9 +21,6 @@ from onward.trainer.config.sections.tables import TableConfig
 from onward.trainer.config.sections.text import TextConfig
 from onward.trainer.config.urls import Location, redacted, url_of
 
-SHARD_FORMATS = ("arrow", "pb")
-"""What the former setting `data.shard_format` could be; all shards are Arrow files now."""
-
 
 class SourceConfig(Section):
     """One of several sources that are mixed."""
@@ -126,14 +123,6 @@ class DataConfig(Section):
         if urls := [redacted(url) for each in directories if (url := url_of(each))]:
             raise ValueError(f"names directories of this machine, not {', '.join(urls)}; name the URL in data.source")
         return directories
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leaves_out_the_former_shard_format(cls, settings: Any) -> Any:
-        """Read run directories of earlier versions; build_config refuses the setting where shards would differ."""
-        if not isinstance(settings, Mapping) or settings.get("shard_format") not in SHARD_FORMATS:
-            return settings
-        return {name: value for name, value in settings.items() if name != "shard_format"}
 
     @model_validator(mode="before")
     @classmethod

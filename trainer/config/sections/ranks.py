@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, model_validator
+from pydantic import NonNegativeFloat
 
 from onward.trainer.config.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSchedule, PipelineSize, ScheduleName
 from onward.trainer.config.section import COMMON, NonNegativeInt, Ranks, Seconds, SecondsOrZero, Section
@@ -82,16 +81,6 @@ class ParallelConfig(Section):
     def pipeline_size(self, num_micro_batches: int) -> PipelineSize:
         """Return the size of the pipeline in a step of so many micro-batches."""
         return PipelineSize(self.pipeline, self.stages_per_rank, num_micro_batches)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accepts_the_former_name_of_tensor(cls, settings: Any) -> Any:
-        """Read `horizontal` as `tensor`: run directories, deployments and config files of earlier versions have it."""
-        if not isinstance(settings, Mapping) or "horizontal" not in settings:
-            return settings
-        if "tensor" in settings:
-            raise ValueError("horizontal is the former name of tensor; set one of the two")
-        return {"tensor" if key == "horizontal" else key: value for key, value in settings.items()}
 
 
 class RecomputeConfig(Section):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.section import NonNegativeInt, PositiveInt, SecondsOrZero, Section
@@ -90,18 +90,6 @@ class MonitorConfig(Section):
     memory_snapshot: bool = False
     """Write down what is in the memory of a GPU when it runs out: torch's record of the allocations, for
     pytorch.org/memory_viz, which costs a little time in every step. It has no effect on the CPU."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accepts_the_former_name_of_report_to(cls, settings: Any) -> Any:
-        """Read `tensorboard` as `report_to`: run directories, deployments and files of earlier versions have it."""
-        if not isinstance(settings, Mapping) or "tensorboard" not in settings:
-            return settings
-        wanted = settings["tensorboard"]
-        if "report_to" in settings or not isinstance(wanted, bool):
-            raise ValueError('tensorboard is the former name of report_to: set report_to = ["tensorboard"] or []')
-        others = {key: value for key, value in settings.items() if key != "tensorboard"}
-        return others | {"report_to": ("tensorboard",) if wanted else ()}
 
     @field_validator("profile_steps")
     @classmethod

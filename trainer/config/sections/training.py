@@ -93,11 +93,19 @@ class PrecisionConfig(Section):
     """The type of the matrix products and convolutions. `tf32` is fp32 with TF32 products on GPUs that have them, from
     compute capability 8.0 on, and fp32 elsewhere. `auto` = bf16 on such GPUs; on CPUs bf16 if the rehearsal measures
     that a micro-batch takes at most 0.9 of its time in fp32, else fp32. The slowest GPU of a job decides for all."""
-    loss_scale: NonNegativeFloat = 0.0
-    """fp16 only: a static loss scale; 0 = dynamic."""
-    initial_scale: Annotated[float, Field(gt=0.0, le=2.0**24)] = 65536.0
-    """Dynamic loss scale: its first value. An overflow halves it, down to 1, and skips the step; 2,000 steps without
-    one double it, up to 2^24."""
+    loss_scale: NonNegativeFloat | tuple[Literal["dynamic"], Annotated[float, Field(gt=0.0, le=2.0**24)]] = 0.0
+    """fp16 only: a static loss scale; 0 = a dynamic one, which begins at 65536, or `["dynamic", 1024]`, one that begins
+    at 1024. An overflow halves it, down to 1, and skips the step; 2,000 steps without one double it, up to 2^24."""
+
+    @property
+    def static_scale(self) -> float:
+        """The loss scale that stays as it is; 0 = it is dynamic."""
+        return 0.0 if isinstance(self.loss_scale, tuple) else self.loss_scale
+
+    @property
+    def initial_scale(self) -> float:
+        """The first value of a dynamic loss scale."""
+        return self.loss_scale[1] if isinstance(self.loss_scale, tuple) else 65536.0
 
 
 class WeightAttributes(Section):
@@ -195,15 +203,16 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate as a function of the step. Tables: tests/trainer/optim/test_optimizers.py."""
 
-    mode: Literal["none", "constant", "cosine", "linear", "poly"] = "none"
-    """How the learning rate falls after warm-up; `none` is constant without warm-up."""
+    mode: Literal[
+        "none", "constant", "cosine", "linear", "poly", "cosine_compatible", "linear_compatible", "poly_compatible"
+    ] = "none"
+    """How the learning rate falls after warm-up, from the rate that warm-up reached; `none` is constant without
+    warm-up. The modes that are compatible give the numbers of ONNX Runtime's trainer, which jump at the end of warm-up
+    with cosine and poly."""
     warmup_ratio: Fraction = 0.0
     """The share of all steps in which the learning rate grows linearly from 0."""
-    shape: Literal["continuous", "compatible"] = "continuous"
-    """`continuous` falls from the rate that warm-up reached; `compatible` gives the numbers of ONNX Runtime's trainer,
-    which jump at the end of warm-up in `cosine` and `poly`."""
     floor: Fraction = 0.0
-    """Continuous only: the share of the learning rate that is left at the last step."""
+    """The share of the learning rate that is left at the last step; not for compatible modes."""
 
 
 class AverageConfig(Section):

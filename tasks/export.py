@@ -2,8 +2,8 @@
 
     checkpoint -> process `export` -> export/model.onnx, model.json, example.npz, preprocessing.json
                   (or refused.json), and README.md, the model card
-                  process `variant`, one per export.variants -> variant-KIND.json and its file
-                  process `training`, if export.training -> training/
+                  process `variant`, one per other variant -> variant-KIND.json and its file
+                  process `training`, of the variant `training` -> training/
                   -> MLflow's model registry, and a copy at export.path
                   promotion.py: whether export.alias moves to the new version
 
@@ -138,9 +138,9 @@ def export_file(
     restore_copies(run)
     extras = extras or read_config(run).export
     source = read_config(run, "local").model.path
-    if out and (problems := export_conflicts(out.absolute(), source, extras.variants)):
+    if out and (problems := export_conflicts(out.absolute(), source, extras.kinds)):
         raise ConfigError(problems)  # before the export, which takes minutes for a large model
-    if out and not extras.overwrite and (problems := files_in_the_way(out.absolute(), extras.variants)):
+    if out and not extras.overwrite and (problems := files_in_the_way(out.absolute(), extras.kinds)):
         raise ConfigError(problems)
     if out is None:
         return _run_process(run, checkpoint, run.export, extras)
@@ -367,7 +367,7 @@ def _run_process(run: RunDir, checkpoint: Path, folder: Path, extras: ExportConf
     # The variants are made from the verified file, each in a process with a fresh memory.
     exported = read_record(record, ExportedModel)
     # helper nodes that cost something are removed in a variant of their own, also if nobody has asked for it
-    kinds = (*extras.variants, *(("optimized",) if exported.helpers else ()))
+    kinds = (*extras.kinds, *(("optimized",) if exported.helpers else ()))
     variants = tuple(_variant(kind, run, folder) for kind in dict.fromkeys(kinds))
     exported = exported.model_copy(update={"variants": variants})
     if extras.training:
@@ -390,7 +390,7 @@ def _training_files(run: RunDir, checkpoint: Path, folder: Path) -> dict[str, An
         if isinstance(error, StorageUnavailable):
             raise error
         refused = "; ".join(error.problems)
-    log.warning("export.training: no training files were written: %s", refused)
+    log.warning("export.variants: no training files were written: %s", refused)
     return {"training_refused": refused}
 
 

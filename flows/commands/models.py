@@ -19,7 +19,7 @@ from onward.trainer.run.machine import this_machine
 # The kinds of export.variants, repeated because importing the configuration would slow `--help` down; a test compares.
 VariantKind = StrEnum(
     "VariantKind",
-    ["optimized", "fp16", "bf16", "fp16_compute", "int8_dynamic", "int8_static", "without_loss", "with_preprocessing"],
+    "optimized fp16 bf16 fp16_compute int8_dynamic int8_static without_loss with_preprocessing training",
 )
 
 
@@ -35,11 +35,11 @@ def export(
     output: Output,
     variant: Annotated[
         list[VariantKind] | None,
-        typer.Option(help="Also write this variant, if its accuracy is within export.variant_tolerance. Repeatable."),
+        typer.Option(
+            help="Also write this variant, if its accuracy is within export.variant_tolerance; `training`: loss, "
+            "gradients and update as ONNX graphs. Repeatable."
+        ),
     ] = None,
-    training: Annotated[
-        bool, typer.Option("--training", help="Also write loss, gradients and update as ONNX graphs.")
-    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Also replace files that no export has written, or that were changed.")
     ] = False,
@@ -57,10 +57,9 @@ def export(
     from onward.flows.shown.terminal_tables import variant_rows
 
     checkpoint = Path(source) if Path(source).is_file() else find_checkpoint(source)[1]
-    exported = exports.export(
-        checkpoint, output, variants=variant or (), training=training, overwrite=overwrite, run_code=run_code
-    )
-    training_files: dict[str, Any] = {"training": [str(path) for path in exported.training]} if training else {}
+    kinds = variant or ()
+    exported = exports.export(checkpoint, output, variants=kinds, overwrite=overwrite, run_code=run_code)
+    training_files: dict[str, Any] = {"training": [str(path) for path in exported.training]}
     if exported.training_refused:
         training_files = {"training": "", "training_refused": exported.training_refused}
     facts = {
@@ -73,7 +72,7 @@ def export(
         "before": exported.before,
         "after": exported.after,
         **({"test": exported.test} if exported.test else {}),
-        **training_files,
+        **(training_files if "training" in kinds else {}),
     }
     if as_json:
         print_json({**facts, "variants": [each.model_dump(mode="json") for each in exported.variants]})

@@ -22,17 +22,16 @@ def export(
     output: AnyPath,
     *,
     variants: Sequence[str] = (),
-    training: bool = False,
     overwrite: bool = False,
     run_code: bool = False,
 ) -> ExportedModel:
     """Write a checkpoint's weights into its ONNX file at `output`, and verify the result under onnxruntime.
 
     `source`: a checkpoint directory, a bundle, or a run as `status` takes it. `variants`: further files to write, of
-    "optimized", "fp16", "bf16", "fp16_compute", "int8_dynamic", "int8_static", "without_loss", "with_preprocessing".
-    `training`: also write the graphs that train the model without torch. `overwrite`: also replace files at `output`
-    that no export has written, or that were changed since. `run_code`: accept a bundle with Python code. Raises
-    ExportRefused with every failed check; no file is written then.
+    "optimized", "fp16", "bf16", "fp16_compute", "int8_dynamic", "int8_static", "without_loss", "with_preprocessing",
+    "training" (the graphs that train the model without torch). `overwrite`: also replace files at `output` that no
+    export has written, or that were changed since. `run_code`: accept a bundle with Python code. Raises ExportRefused
+    with every failed check; no file is written then.
     """
     require_flow("onward.export")
     with prefect_at_home():
@@ -40,7 +39,7 @@ def export(
     from onward.trainer.config.sections.results import ExportConfig
 
     # validated like settings, so that a wrong variant is refused with the same sentence
-    extras = ExportConfig.model_validate({"variants": tuple(variants), "training": training, "overwrite": overwrite})
+    extras = ExportConfig.model_validate({"variants": tuple(variants), "overwrite": overwrite})
     with opened(os.fspath(source), run_code=run_code) as (found, checkpoint):
         return export_file(found, checkpoint, Path(output), extras=extras)
 

@@ -52,7 +52,7 @@ def shares(run: RunDir, config: RunConfig, needs: Needs, *, tracking_uri: str) -
     left = max(needs.checkpoint_bytes, number * needs.checkpoint_bytes - kept)
     what = f"{number} checkpoints of {mb(needs.checkpoint_bytes)}" if number > 1 else "a checkpoint"
     yield Share(what, run.root, left, files + OTHER_FILES)
-    variants = len(config.export.variants) + config.export.training
+    variants = len(config.export.variants)
     made = f" and {variants} file{'s' * (variants > 1)} made of it" if variants else ""
     yield Share(f"the exported file{made}", run.root, needs.model_bytes * (1 + variants))
     # MLflow packs a copy of the file in TMPDIR before it takes it

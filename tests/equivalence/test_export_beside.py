@@ -47,7 +47,7 @@ def test_a_model_that_keeps_its_weights_elsewhere_is_trained_and_written_with_al
 ) -> None:
     run, last = trained(tmp_path / "model")
     before = (tmp_path / "model" / "weights.bin").read_bytes()
-    extras = ExportConfig.model_validate({"variants": ["optimized", "int8_static"], "training": True})
+    extras = ExportConfig.model_validate({"variants": ["optimized", "int8_static", "training"]})
     exported = export_file(run, last, extras=extras)
 
     assert [path.name for path in exported.beside] == ["weights.bin"]

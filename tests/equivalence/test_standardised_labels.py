@@ -186,7 +186,7 @@ def test_a_file_in_the_labels_units_stays_as_it_is_and_only_the_loss_is_scaled(t
 
 @pytest.mark.parametrize("kind", ["standard", "log"])
 def test_the_files_that_train_without_torch_have_the_same_loss(tmp_path: Path, kind: str) -> None:
-    run = made(tmp_path, STANDARD | {"standardise_label": kind}, outputs=3, export={"training": True})
+    run = made(tmp_path, STANDARD | {"standardise_label": kind}, outputs=3, export={"variants": ["training"]})
     train_run(run)
     file = exported(run)
     weights = {name.removeprefix("model/"): t for name, t in final_tensors(run).items() if name.startswith("model/")}

@@ -72,7 +72,7 @@ class LossRule:
     """Whether the loss is a vector: a term of the images, and one for each level of a grid, each with its own number of
     targets (data/schema/anchor_matches.py)."""
     no_onnx: str = ""
-    """Why `export.training` cannot write it; "" = loss_nodes.py has its nodes."""
+    """Why the variant `training` cannot write it; "" = loss_nodes.py has its nodes."""
     synonyms: tuple[str, ...] = ()
     """Other names that people give to the loss."""
 

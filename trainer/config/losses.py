@@ -207,17 +207,17 @@ class LossConfig(Section):
 
 
 def export_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
-    """Yield why `export.training` cannot write these losses into its files."""
+    """Yield why the variant `training` cannot write these losses into its files."""
     for place, each in enumerate(losses):
         if each.rule.no_onnx:
             yield (
-                f"export.training has no ONNX form of {key_of(losses, place, 'name')} {each.name!r}: "
-                f"{each.rule.no_onnx}; set export.training to false"
+                f"export.variants 'training' has no ONNX form of {key_of(losses, place, 'name')} {each.name!r}: "
+                f"{each.rule.no_onnx}; leave the variant out"
             )
         if each.is_own and each.file and each.named.is_code:
             yield (
-                f"export.training has no ONNX form of {key_of(losses, place, 'file')} {each.file!r}: it is Python; "
-                "write the loss as an ONNX file, or set export.training to false"
+                f"export.variants 'training' has no ONNX form of {key_of(losses, place, 'file')} {each.file!r}: it is Python; "
+                "write the loss as an ONNX file, or leave the variant out"
             )
 
 

@@ -231,6 +231,11 @@ REMOVED: Mapping[str, Removed] = {
         ("same",),
         _without_effect,
     ),
+    "export.training": Removed(
+        'name "training" in export.variants',
+        (False,),
+        lambda _, export, __: export.update(variants=[*export["variants"], "training"]),
+    ),
     "graph.compile_mode": Removed(_COMPILE, ("auto",), _compiled),
     "graph.compile_regions": Removed(_COMPILE, ("auto", "whole"), _compiled),
     "graph.shapes": Removed(_COMPILE, ("auto", "static"), _compiled),

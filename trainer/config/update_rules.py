@@ -46,7 +46,7 @@ class UpdateRule:
     rates: tuple[float, float] = (0.0, math.inf)
     """The log warns of a learning rate outside of these: the source of the rule uses another order of magnitude."""
     in_onnx: bool = False
-    """Whether `export.training` can write it as an ONNX graph."""
+    """Whether the variant `training` can write it as an ONNX graph."""
 
     def takes_of_weight(self) -> set[str]:
         """Return the settings of [[optimizer.weights]] that it reads, beside those which every rule reads."""
@@ -83,10 +83,10 @@ def rules_that_take(setting: str) -> str:
 
 
 def training_files_problems(name: OptimizerName) -> Iterator[str]:
-    """Yield why `export.training` cannot write this update rule."""
+    """Yield why the variant `training` cannot write this update rule."""
     if not UPDATE_RULES[name].in_onnx:
         known = [each for each, rule in UPDATE_RULES.items() if rule.in_onnx]
         yield (
-            f"export.training has no ONNX form of optimizer.name {name!r}, only of {', '.join(known)}; set "
-            "export.training to false"
+            f"export.variants 'training' has no ONNX form of optimizer.name {name!r}, only of {', '.join(known)}; "
+            "leave the variant out"
         )

@@ -166,25 +166,25 @@ def _absent_weights(model: ModelConfig) -> Iterator[str]:
 
 
 def _training_files(path: Path, losses: Sequence[LossConfig], signature: Signature) -> list[str]:
-    """Return why the model or a loss cannot be written into the files of `export.training`."""
+    """Return why the model or a loss cannot be written into the files of the variant `training`."""
     model = read_model(path)
     opset = opsets_of(model).get("", 0)
     # what the signature has inferred does not count: the files are made of what the model declares
     undeclared = {value.name for value in model.graph.output if not value.type.tensor_type.HasField("shape")}
-    problems = [f"export.training: {too_old(opset)}"] if opset < LEAST_OPSET else []
+    problems = [f"export.variants 'training': {too_old(opset)}"] if opset < LEAST_OPSET else []
     for loss in losses:
         output = signature.output(loss.outputs[0])
         if not loss.takes_labels or output is None:
             continue
         if output.shape is None or output.name in undeclared:
-            problems.append(f"export.training: {unknown_shape(output.name)}")
+            problems.append(f"export.variants 'training': {unknown_shape(output.name)}")
         # a file of too old an opset was refused above, and each loss would repeat that
         elif loss.is_own and not problems:
             try:
                 read_loss_file(Path(loss.named.location), opset)
                 label_dims(Path(loss.named.location), output.shape)
             except Refused as error:
-                problems += [f"export.training: {problem}" for problem in error.problems]
+                problems += [f"export.variants 'training': {problem}" for problem in error.problems]
     return problems
 
 
@@ -337,10 +337,10 @@ def _paths(sections: Sections) -> list[str]:
         problems += url_conflicts(url)
     elif isinstance(export, ExportConfig) and export.path:
         source = model.path if isinstance(model, ModelConfig) else None
-        problems += [f"export.path: {why}" for why in export_conflicts(Path(export.path), source, export.variants)]
+        problems += [f"export.path: {why}" for why in export_conflicts(Path(export.path), source, export.kinds)]
         # files in the way matter only if the target itself is possible
         if not problems and not export.overwrite:
-            problems += [f"export.path: {why}" for why in files_in_the_way(Path(export.path), export.variants)]
+            problems += [f"export.path: {why}" for why in files_in_the_way(Path(export.path), export.kinds)]
     if not is_writable(onward_home()):
         if broken := broken_storage(onward_home()):
             raise broken

@@ -27,13 +27,13 @@ def _random_nodes(audit: AuditInput) -> Iterator[ExporterWarning]:
                 f"{number} branches with stochastic depth, driven by train()/eval() (dropped at a rate of "
                 f"{', '.join(rates)})"
             ),
-            remedy="nothing to do: it is removed from the exported file (export.training keeps it)",
+            remedy="nothing to do: it is removed from the exported file (the variant `training` keeps it)",
         )
     if number := kinds["dropout written out"]:
         yield ExporterWarning(
             key="random",
             what=f"{number} dropouts written as elementary nodes, driven by train()/eval()",
-            remedy="nothing to do: it is removed from the exported file (export.training keeps it)",
+            remedy="nothing to do: it is removed from the exported file (the variant `training` keeps it)",
         )
     # random nodes that belong to none of the branches above
     if names := random_nodes(audit.model, found):
@@ -63,7 +63,7 @@ def _training_mode(audit: AuditInput) -> Iterator[ExporterWarning]:
             ),
             remedy=(
                 "nothing to do: their statistics are running ones, which evaluation and the exported file use "
-                "(export.training keeps the form)"
+                "(the variant `training` keeps the form)"
             ),
         )
     if own := [norm for norm in norms if norm.placeholder]:

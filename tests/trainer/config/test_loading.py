@@ -98,12 +98,15 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["loss.name 'info_nce' compares all samples of a step", "train.gradient_accumulation_steps is 4"],
     ),
     "files of a loss without an ONNX form": (
-        {"loss": [{"name": "giou"}, {"name": "ctc", "output": "z"}], "export": {"training": True}},
-        ["export.training has no ONNX form of loss.1.name 'ctc': ONNX has no operator for it"],
+        {"loss": [{"name": "giou"}, {"name": "ctc", "output": "z"}], "export": {"variants": ["training"]}},
+        ["export.variants 'training' has no ONNX form of loss.1.name 'ctc': ONNX has no operator for it"],
     ),
     "files of a loss in Python": (
-        {"loss": {"file": "my_loss.py:f"}, "export": {"training": True}},
-        ["export.training has no ONNX form of loss.file", "my_loss.py:f': it is Python; write the loss as an ONNX"],
+        {"loss": {"file": "my_loss.py:f"}, "export": {"variants": ["training"]}},
+        [
+            "export.variants 'training' has no ONNX form of loss.file",
+            "my_loss.py:f': it is Python; write the loss as an ONNX",
+        ],
     ),
     "losses and Adasum": (
         {"parallel": {"reduction": "adasum"}, "loss": [{}, {"output": "z"}]},
@@ -266,8 +269,8 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["optimizer.moments 'bf16' is for adam,", "not for adafactor"],
     ),
     "training files of Lion": (
-        {"optimizer": {"name": "lion"}, "export": {"training": True}},
-        ["no ONNX form of optimizer.name 'lion', only of adam, adamw, lamb, sgd; set export.training to false"],
+        {"optimizer": {"name": "lion"}, "export": {"variants": ["training"]}},
+        ["no ONNX form of optimizer.name 'lion', only of adam, adamw, lamb, sgd; leave the variant out"],
     ),
     "decay mode for LAMB": ({"optimizer": {"name": "lamb", "weight_decay_mode": "huggingface"}}, ["lamb"]),
     "floor of a compatible mode": ({"schedule": {"mode": "cosine_compatible", "floor": 0.1}}, ["floor 0.1 is not for"]),

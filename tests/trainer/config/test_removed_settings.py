@@ -131,6 +131,11 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ),
     ({}, {"export.promote_if.signature": "any"}, {}),
     ({}, {"data.image.mask_folder": "masks"}, {"data": {"image": {"masks": "./masks"}}}),
+    (
+        {"export": {"variants": ("fp16",)}},
+        {"export.training": True},
+        {"export": {"variants": ("fp16", "training")}},
+    ),
     ({}, {"data.image_channels": 1}, {"data": {"image_size": (1, 32)}}),
     (
         {"data": {"table": {"categories": ("s*",)}}},

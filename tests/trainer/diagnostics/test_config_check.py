@@ -178,7 +178,7 @@ def test_files_for_onnxruntime_that_cannot_be_written_are_refused_before_trainin
                 "data": {"source": str(tmp_path / "data.npz")},
                 "train": {"num_steps": 1, "global_batch_size": 4},
                 "loss": loss,
-                "export": {"training": True},
+                "export": {"variants": ["training"]},
             }
         )
         return check_files_and_data(dict(config))
@@ -186,9 +186,11 @@ def test_files_for_onnxruntime_that_cannot_be_written_are_refused_before_trainin
     own = {"file": str(tmp_path / "loss.onnx")}
     assert problems(20, {"name": "mse"}) == []
     (old,) = problems(11, {"name": "mse"})
-    assert old.startswith("export.training: opset 11 does not have the operators of a loss (SoftmaxCrossEntropyLoss, ")
+    assert old.startswith(
+        "export.variants 'training': opset 11 does not have the operators of a loss (SoftmaxCrossEntropyLoss, "
+    )
     (unknown,) = problems(20, {"name": "mse"}, shape=False)
-    assert unknown.startswith("export.training: the file does not declare the shape of ")
+    assert unknown.startswith("export.variants 'training': the file does not declare the shape of ")
     (newer,) = problems(17, own)
     assert "has opset 20, and opset 17 of the model has other versions of Gelu" in newer
     (labels,) = problems(20, own)

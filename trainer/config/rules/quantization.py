@@ -38,4 +38,4 @@ def aware(
         if kind in export.variants:
             yield f"export.variants {kind!r}: the file that quantize.aware exports is in 8 bits already; remove it"
     if export.training:
-        yield "export.training: the weights that quantize.aware exports are integers; set export.training = false"
+        yield "export.variants 'training': the weights that quantize.aware exports are integers; leave it out"

@@ -158,9 +158,6 @@ class ExportConfig(Section):
     BatchNormalization is written in its inference form in both cases."""
     tolerance: PositiveFloat = 1e-3
     """Largest allowed difference between onnxruntime and the trained module, relative to the output's largest value."""
-    training: bool = False
-    """Also write the files that continue training with onnxruntime alone, without torch: model_with_loss.onnx,
-    eval.onnx, training.onnx and optimizer.onnx."""
     variants: tuple[
         Literal[
             "optimized",
@@ -171,6 +168,7 @@ class ExportConfig(Section):
             "int8_static",
             "without_loss",
             "with_preprocessing",
+            "training",
         ],
         ...,
     ] = ()
@@ -179,7 +177,8 @@ class ExportConfig(Section):
     too), 8-bit quantization (static: calibrated on evaluation data). Each is evaluated, and refused by
     `variant_tolerance`. `without_loss`: of a graph that computes its own loss, the file without loss and labels.
     `with_preprocessing`: the file behind nodes that compute its inputs of raw columns, and of the pixels of images of
-    any size."""
+    any size. `training`: the files that continue training with onnxruntime alone, without torch: model_with_loss.onnx,
+    eval.onnx, training.onnx and optimizer.onnx."""
     variant_tolerance: PositiveFloat = 0.02
     """How much worse a variant may be than the exported file: in accuracy, absolute; without an accuracy, in the
     evaluation loss, relative."""
@@ -191,6 +190,16 @@ class ExportConfig(Section):
     none."""
     promote_if: PromoteConfig = PromoteConfig()
     """When the alias moves: `[export.promote_if]`; or "always" or "never"."""
+
+    @property
+    def training(self) -> bool:
+        """Whether the files that continue training are written."""
+        return "training" in self.variants
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The variants that are one file each."""
+        return tuple(kind for kind in self.variants if kind != "training")
 
     @field_validator("promote_if", mode="before")
     @classmethod

@@ -173,7 +173,7 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     if integers := sorted(integer_names(model.graph) & set(named_weights(module))):
         raise ExportRefused(
             f"{len(integers)} trained weights are stored as integers ({integers[0]}, ...), and training.onnx would "
-            "need them as floats: set export.training = false"
+            "need them as floats: leave the variant 'training' out"
         )
     losses = config.losses
     names = loss_names(model, losses)
@@ -229,7 +229,7 @@ def _whole(model: onnx.ModelProto, base: Path) -> onnx.ModelProto:
     if size > MOST_BYTES:
         raise ExportRefused(
             f"the weights are {gib(size)}; model_with_loss.onnx and eval.onnx hold at most 2 GB: "
-            "set export.training = false"
+            "leave the variant 'training' out"
         )
     copy = deepcopy(model)
     load_external(all_tensors(copy), base)

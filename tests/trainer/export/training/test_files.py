@@ -595,6 +595,6 @@ def test_weights_stored_as_integers_are_refused(tmp_path: Path) -> None:
     g.op("MatMul", g.input("x", ("n", 2)), g.op("DequantizeLinear", codes, scale), outputs="logits")
     g.output("logits", ("n", 2))
     config = build_config({"model": {"path": "m.onnx"}, "data": {"source": "d.npz"}, "train": {"num_steps": 1}})
-    with pytest.raises(ExportRefused, match=r"1 trained weights are stored as integers \(q, ...\).*export.training"):
+    with pytest.raises(ExportRefused, match=r"1 trained weights are stored as integers \(q, ...\).*variant 'training'"):
         write_artifacts(tmp_path, g.model(), config, base=tmp_path)
     assert not any(tmp_path.iterdir())

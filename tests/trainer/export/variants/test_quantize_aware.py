@@ -122,11 +122,11 @@ def test_contradicting_settings_are_refused_together(tmp_path: Path) -> None:
             model={"num_classes": 3},
             quantize={"aware": True},
             parallel={"tensor": 2},
-            export={"variants": ["int8_static"], "training": True},
+            export={"variants": ["int8_static", "training"]},
             **SMALL,
         )
     said = str(refused.value)
-    for part in ("model.num_classes 3", "parallel.tensor 2", "int8_static", "export.training"):
+    for part in ("model.num_classes 3", "parallel.tensor 2", "int8_static", "'training'"):
         assert part in said
     with pytest.raises(ConfigError, match=r"quantize\.exclude has no effect without quantize\.aware"):
         runs.make_run(tmp_path, mobile_net(width=2), digits(), quantize={"exclude": ["head"]}, **SMALL)

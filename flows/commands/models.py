@@ -59,7 +59,9 @@ def export(
     checkpoint = Path(source) if Path(source).is_file() else find_checkpoint(source)[1]
     kinds = variant or ()
     exported = exports.export(checkpoint, output, variants=kinds, overwrite=overwrite, run_code=run_code)
-    training_files: dict[str, Any] = {"training": [str(path) for path in exported.training]}
+    training_files: dict[str, Any] = {}
+    if "training" in kinds:
+        training_files = {"training": [str(path) for path in exported.training]}
     if exported.training_refused:
         training_files = {"training": "", "training_refused": exported.training_refused}
     facts = {
@@ -72,7 +74,7 @@ def export(
         "before": exported.before,
         "after": exported.after,
         **({"test": exported.test} if exported.test else {}),
-        **(training_files if "training" in kinds else {}),
+        **training_files,
     }
     if as_json:
         print_json({**facts, "variants": [each.model_dump(mode="json") for each in exported.variants]})

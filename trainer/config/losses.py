@@ -216,8 +216,8 @@ def export_problems(losses: Sequence[LossConfig]) -> Iterable[str]:
             )
         if each.is_own and each.file and each.named.is_code:
             yield (
-                f"export.variants 'training' has no ONNX form of {key_of(losses, place, 'file')} {each.file!r}: it is Python; "
-                "write the loss as an ONNX file, or leave the variant out"
+                f"export.variants 'training' has no ONNX form of {key_of(losses, place, 'file')} {each.file!r}: it is "
+                "Python; write the loss as an ONNX file, or leave the variant out"
             )
 
 

@@ -105,7 +105,7 @@ BROKEN: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"loss": {"file": "my_loss.py:f"}, "export": {"variants": ["training"]}},
         [
             "export.variants 'training' has no ONNX form of loss.file",
-            "my_loss.py:f': it is Python; write the loss as an ONNX",
+            "my_loss.py:f': it is Python",
         ],
     ),
     "losses and Adasum": (

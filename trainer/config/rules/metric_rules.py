@@ -78,7 +78,7 @@ def losses(
     yield from teacher_problems(teacher, model, losses)
     yield from cache_problems(teacher, data)
     if teacher.path and export.training:
-        yield "export.variants 'training' has graphs without the teacher, which would train for labels alone; leave it out"
+        yield "export.variants 'training' is without the teacher, and would train for labels alone; leave it out"
     yield from _adasum_problems(losses, teacher, parallel)
 
 

@@ -71,7 +71,7 @@ PARTS: Mapping[str, Sequence[str]] = {
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
         "torch.ops.mkldnn._linear_pointwise",
     ),
-    "the compiler (trainer/model/compile.py, trainer/onnx_import/tracing/shape_functions.py)": (
+    "the compiler (trainer/model/compile.py, trainer/onnx_import/tracing/probed_calls.py)": (
         "torch._compile",
         "torch._compile._disable_dynamo",
         "torch._disable_dynamo",

@@ -36,7 +36,7 @@ def export(
     variant: Annotated[
         list[VariantKind] | None,
         typer.Option(
-            help="Also write this variant, if its accuracy is within export.variant_tolerance; `training`: loss, "
+            help="Also write this variant, if its accuracy is within export.variant_tolerance. `training`: loss, "
             "gradients and update as ONNX graphs. Repeatable."
         ),
     ] = None,
@@ -57,10 +57,9 @@ def export(
     from onward.flows.shown.terminal_tables import variant_rows
 
     checkpoint = Path(source) if Path(source).is_file() else find_checkpoint(source)[1]
-    kinds = variant or ()
-    exported = exports.export(checkpoint, output, variants=kinds, overwrite=overwrite, run_code=run_code)
+    exported = exports.export(checkpoint, output, variants=variant or (), overwrite=overwrite, run_code=run_code)
     training_files: dict[str, Any] = {}
-    if "training" in kinds:
+    if exported.training:
         training_files = {"training": [str(path) for path in exported.training]}
     if exported.training_refused:
         training_files = {"training": "", "training_refused": exported.training_refused}

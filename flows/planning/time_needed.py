@@ -8,12 +8,15 @@ estimate    FLOPs / rate of the device: may be wrong by a factor, and says so
 from __future__ import annotations
 
 import datetime
+import hashlib
 import math
 import socket
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
+
+import onnx
 
 from onward.flows.run_state.runs import all_runs, identity_of
 from onward.trainer.config.run_config import RunConfig
@@ -26,7 +29,8 @@ from onward.trainer.data.schema.signature import model_digest
 from onward.trainer.data.storage.row_counts import RowCount
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.errors import OnwardError
-from onward.trainer.onnx_graph.structure import structure_digest
+from onward.trainer.onnx_graph.files.index import graphs_of
+from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.parallel.planning.plan_record import Plan
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.history import RunHistory
@@ -257,3 +261,29 @@ def number_of_checkpoints(checkpoint: CheckpointConfig, steps: int, trained_s: f
     # the last step is saved in any case, and not twice if its turn comes then
     is_last_saved = checkpoint.period and by_step and steps % checkpoint.period == 0
     return by_step + by_time + (not is_last_saved)
+
+
+# -- the digest of a model's structure: what it computes, whatever values its trained weights have
+
+KEPT_VALUES = 64
+"""Integers in small tensors are shapes and axes, which belong to the structure."""
+FLOATS = (
+    onnx.TensorProto.FLOAT,
+    onnx.TensorProto.DOUBLE,
+    onnx.TensorProto.FLOAT16,
+    onnx.TensorProto.BFLOAT16,
+)
+
+
+def structure_digest(path: Path) -> str:
+    """Return a SHA-256 of the nodes, and of the names, types and shapes of the tensors; equal for other weights."""
+    model = read_model(path)
+    model.ClearField("metadata_props")
+    model.ClearField("doc_string")
+    for graph in graphs_of(model.graph):
+        for tensor in graph.initializer:
+            # floats may be trained, and many integers may be a quantized weight
+            if tensor.data_type in FLOATS or math.prod(tensor.dims) > KEPT_VALUES:
+                bare = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+                tensor.CopyFrom(bare)
+    return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()

@@ -27,8 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.batches.block_order import rows_per_block
-from onward.trainer.data.batches.sample_stream import SampleStream
+from onward.trainer.data.batches.sample_stream import SampleStream, rows_per_block
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.shards import Shards

@@ -235,13 +235,13 @@ def _cuts(path: Path, cuts: Sequence[str | tuple[str, ...]]) -> Iterator[str]:
     model = read_model(path)
     if not model.functions:
         for names in unknown_cuts(model, cuts):
-            # nodes that the import makes are named by identifiers; tasks/checks/import_check.py asks for those
+            # nodes that the import makes are named by identifiers; tasks/checks/file_check.py asks for those
             if certain := [name for name in names if not name.isidentifier()]:
                 yield unknown_tensors(certain, tensors_of(model))
 
 
 def _converters(model: ModelConfig) -> Iterator[str]:
-    """Yield the files of converters that are absent or no Python; tasks/checks/import_check.py runs them."""
+    """Yield the files of converters that are absent or no Python; tasks/checks/file_check.py runs them."""
     for path in model.converters:
         if not url_of(path) and (problem := converter_problem(path)):  # why one could not be fetched is known
             yield f"model.converters: {problem}"

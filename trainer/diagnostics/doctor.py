@@ -15,14 +15,22 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.diagnostics.audit_input import AuditInput
 from onward.trainer.diagnostics.exporter_warnings import exporter_warnings
 from onward.trainer.diagnostics.output_warnings import output_warnings
-from onward.trainer.diagnostics.runtime_check import RuntimeCheck, check_runtime
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import with_operands
 from onward.trainer.onnx_graph.beyond_onnx import departures
-from onward.trainer.onnx_graph.files.index import element_type_name, inputs_of, locations, opsets_of, shape_text
+from onward.trainer.onnx_graph.files.index import (
+    SMALL,
+    element_type_name,
+    inputs_of,
+    locations,
+    opsets_of,
+    shape_text,
+    without_large_tensors,
+)
 from onward.trainer.onnx_graph.files.mapped_model import read_mapped
 from onward.trainer.onnx_graph.files.model_files import read_model
-from onward.trainer.onnx_graph.files.stored_protos import stored_protos
+from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+from onward.trainer.onnx_graph.files.stored_protos import load_small_tensors, stored_protos
 from onward.trainer.onnx_graph.initializers import stored_tensors
 from onward.trainer.onnx_graph.inner_tensors import inner_tensors, lift_inner_tensors
 from onward.trainer.onnx_graph.outputs import describe_type, readable_output, with_numeric_outputs
@@ -42,6 +50,7 @@ from onward.trainer.onnx_import.quantization.quantized_weights import quantized_
 from onward.trainer.onnx_import.roles.exporter_records import read_records
 from onward.trainer.onnx_import.roles.roles import find_roles, inner_roles
 from onward.trainer.onnx_import.roles.ties import find_copies, roles_of_copies
+from onward.trainer.quantities import gib
 from onward.trainer.run.recorded.trial_records import PreprocessingTrials
 from onward.trainer.run.records import ExporterWarning, Guard, Record
 
@@ -289,3 +298,47 @@ def _remedy(domain: str, name: str, version: int, model: onnx.ModelProto) -> str
     if not domain and version > 1:
         return f"export it again at another opset (now {opset}; 18 to 23 suit best), or write a converter {own}"
     return f"write a converter for it {own}; or export without it"
+
+
+# -- find out whether onnxruntime opens an ONNX file: what it rejects cannot be verified after training
+#
+# A large file is opened as a copy in which its weights are inputs, so that they are neither read nor kept in memory.
+
+MOST_OPENED_BYTES = 256 * 2**20
+"""Files up to this size, external data included, are opened as they are."""
+
+LACKS = re.compile(r"NOT_IMPLEMENTED|is not a registered function|IR version|ValidateOpsetForDomain|No opset import")
+"""What onnxruntime says about a file that needs more than it has: an operator, a type or a version."""
+
+
+class RuntimeCheck(Record):
+    """Whether onnxruntime opens a file."""
+
+    opens: bool
+    valid: bool
+    """False if onnxruntime finds an error in the file, and not an operator, a type or a version that it lacks."""
+    how: str
+    """What was opened."""
+    error: str = ""
+
+
+def check_runtime(model: onnx.ModelProto, path: Path, size_bytes: int) -> RuntimeCheck:
+    """Open a file with onnxruntime's CPU provider, without optimisations, and return whether it does.
+
+    model: the file's content, external data not loaded. size_bytes: of the file and its external data.
+    """
+    how = "the file, without optimisations"
+    source: Path | onnx.ModelProto = path
+    if size_bytes > MOST_OPENED_BYTES:
+        how = (
+            f"a copy without optimisations in which tensors of more than {SMALL:,} elements are inputs, because the "
+            f"file has {gib(size_bytes)}"
+        )
+        source = without_large_tensors(load_small_tensors(model, path.parent))
+    try:
+        open_session(source, optimise=False)
+    except Exception as error:  # onnxruntime's errors have no common base class
+        text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", str(error))
+        text = re.sub(r"^Load model from \S+ failed:", "", text)
+        return RuntimeCheck(opens=False, valid=bool(LACKS.search(str(error))), how=how, error=" ".join(text.split()))
+    return RuntimeCheck(opens=True, valid=True, how=how)

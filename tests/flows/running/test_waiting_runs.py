@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect.client.schemas.objects import FlowRun
 
-from onward.flows.running.waiting_runs import AUTO, reason, superseded
+from onward.flows.running.cancellation import AUTO, reason, superseded
 
 NOON = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
 

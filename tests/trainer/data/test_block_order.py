@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.batches import block_order
-from onward.trainer.data.batches.block_order import permutation_in_blocks, rows_per_block
-from onward.trainer.data.batches.sample_stream import SampleStream
+from onward.trainer.data.batches import sample_stream
+from onward.trainer.data.batches.sample_stream import SampleStream, permutation_in_blocks, rows_per_block
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
 from onward.trainer.data.storage import shards as shards_module
 from onward.trainer.data.storage.opened_shards import open_shards
@@ -25,7 +24,7 @@ from tests.support.shards import make_shards
 
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_order, "WINDOW_BLOCKS", 4)
+    monkeypatch.setattr(sample_stream, "WINDOW_BLOCKS", 4)
 
 
 def stream(size: int, block: int, seed: int = 3) -> SampleStream:
@@ -80,7 +79,7 @@ def test_the_order_of_a_seed_is_that_of_earlier_versions(monkeypatch: pytest.Mon
     # a run that is resumed by a later version must take the same rows
     found = permutation_in_blocks(np.arange(12), 12, 2, seed=7, epoch=0)
     assert found.tolist() == [7, 0, 8, 2, 6, 11, 1, 5, 3, 9, 10, 4]
-    monkeypatch.setattr(block_order, "WINDOW_BLOCKS", 256)
+    monkeypatch.setattr(sample_stream, "WINDOW_BLOCKS", 256)
     whole = permutation_in_blocks(np.arange(100_000), 100_000, 64, seed=0, epoch=1)
     assert whole[[0, 1, 2, 99_999]].tolist() == [16862, 79593, 34322, 70213]
 

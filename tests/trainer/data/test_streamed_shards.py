@@ -28,9 +28,8 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.data.batches.batches import Batches
-from onward.trainer.data.batches.block_order import permutation_in_blocks
 from onward.trainer.data.batches.cache_needs import cache_problems
-from onward.trainer.data.batches.sample_stream import sample_stream
+from onward.trainer.data.batches.sample_stream import permutation_in_blocks, sample_stream
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
 from onward.trainer.data.formats.arrow_shards import ArrowReader
 from onward.trainer.data.formats.finished_shards import shards_at

@@ -232,7 +232,7 @@ def test_what_onnxruntime_lacks_is_said_and_does_not_make_a_file_invalid(tmp_pat
 
 @pytest.mark.parametrize(("body", "opens"), [(CONTRADICTION, False), (CONTRADICTION.replace("double", "float"), True)])
 def test_a_large_file_is_opened_without_its_weights(tmp_path, monkeypatch, body, opens):
-    monkeypatch.setattr("onward.trainer.diagnostics.runtime_check.MAX_BYTES", 100)
+    monkeypatch.setattr("onward.trainer.diagnostics.doctor.MOST_OPENED_BYTES", 100)
     model = parsed(body.replace(", 4]", ", 64]"), w=random(64, 64))
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
     check = diagnose(tmp_path / "m.onnx").runtime

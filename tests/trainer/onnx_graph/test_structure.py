@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from onward.trainer.onnx_graph.structure import structure_digest
+from onward.flows.planning.time_needed import structure_digest
 from tests.support.graphs import tiny_conv_net, tiny_transformer
 
 

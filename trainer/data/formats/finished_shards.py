@@ -22,7 +22,7 @@ MANIFEST = "manifest.json"
 ORIGIN = "origin.json"
 """The record of the URL, beside a manifest without its files."""
 FILES_TOGETHER = 16
-"""Files whose rows are read together where the order is one of files (batches/block_order.py)."""
+"""Files whose rows are read together where the order is one of files (batches/sample_stream.py)."""
 
 
 class ShardOrigin(Record):

@@ -1,4 +1,4 @@
-"""Let whole texts share windows of one length, kept apart by masks (block_masks.py) and positions.
+"""Let whole texts share windows of one length, kept apart by masks (batches/batch_computations.py) and positions.
 
     texts           a b c E | d E | f g h i E          length 6
     input_ids       a b c E d E | f g h i E P          P = padding

@@ -12,7 +12,9 @@ neither read nor moved: external data stays in its files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from fnmatch import fnmatchcase
 
 import onnx
@@ -20,13 +22,22 @@ import onnx
 from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import UNTIED, Index, did_you_mean, known_types, nodes_between, part_with
+from onward.trainer.onnx_graph.files.index import (
+    SMALL,
+    UNTIED,
+    Index,
+    did_you_mean,
+    dims_of,
+    known_types,
+    nodes_between,
+    part_with,
+)
+from onward.trainer.onnx_graph.graph_parts import part_between
 from onward.trainer.onnx_graph.outputs import is_numeric, unreadable_output, with_log_probabilities
 from onward.trainer.onnx_graph.shared_parameters import Use, parameters_read
 from onward.trainer.onnx_graph.surgery.new_detector_head import replace_detector_head
 from onward.trainer.onnx_graph.surgery.new_head import replace_head
 from onward.trainer.onnx_graph.surgery.row_layout import layout_problems
-from onward.trainer.onnx_graph.surgery.start_types import start_type
 
 # -- what the file keeps
 
@@ -180,3 +191,34 @@ def _subgraph_problems(model: onnx.ModelProto, config: ModelConfig) -> list[str]
                 f"the type of {name!r} is not declared in the file and cannot be inferred; begin or end elsewhere"
             )
     return problems
+
+
+# -- complete the type of a tensor at which the trained part begins, where ONNX leaves lengths open that the file fixes
+#
+#     image [3, 320, 320] --- Resize --- Pad --- Unsqueeze --- start    ONNX [1, ?, ?, ?], onnxruntime [1, 3, 320, 320]
+#
+# onnxruntime folds the nodes that compute sizes when it opens a file; ONNX does not follow all of them.
+
+
+def start_type(model: onnx.ModelProto, value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+    """Return the type of a start tensor with the lengths that onnxruntime knows; as it is behind nodes with weights."""
+    dims = dims_of(value)
+    if dims is not None and None not in dims[1:]:
+        return value
+    before = part_between(model, [value.name], ())
+    if any(math.prod(tensor.dims) > SMALL for tensor in before.graph.initializer):
+        return value
+    # imported here because few files need it
+    from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
+
+    try:
+        shape = open_session(before).get_outputs()[0].shape
+    except Exception:  # onnxruntime's errors have no common base class
+        return value
+    complete = deepcopy(value)
+    entries = complete.type.tensor_type.shape.dim
+    for place, length in enumerate(shape):
+        entry = entries[place] if dims is not None else entries.add()
+        if isinstance(length, int) and length > 0:
+            entry.dim_value = length
+    return complete if shape else value

@@ -20,9 +20,8 @@ from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.data.audio import audio_clips
-from onward.trainer.data.audio.audio_clips import AudioClips
+from onward.trainer.data.audio.audio_clips import AudioClips, log_mel
 from onward.trainer.data.audio.audio_decoding import NotAudio, decode_audio, fit_length
-from onward.trainer.data.audio.log_mel import log_mel
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards

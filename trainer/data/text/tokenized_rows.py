@@ -84,6 +84,9 @@ class TokenizedRows(FittedComputer, RowDivider):
             # under their former names, so that earlier runs keep their shards
             former = {f"{key}_token": value.get(key, "") for key in ("pad", "end", "mask")} if name == "tokens" else {}
             settings |= former or {name: value}
+        if columns.config.is_masked:  # which earlier versions said in two settings
+            settings["task"] = "masked"
+        settings["whole_words"] = columns.config.task == "masked_words"
         decides = (tokenizer.digest, settings, max_length, self._length, columns.ignore_index, columns.label, results)
         # only where they are used, so that other runs keep their shards
         used = [f"stride {columns.config.stride}"] if self.window_column else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from onward.trainer.data.batches.batches import Batches, evaluation_batches, one
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.text.masking import describe_masks
+from onward.trainer.data.text.text_checks import open_tokenized_rows
 from tests.support.graphs import tiny_token_classifier
 from tests.support.texts import bert_tokenizer, gpt2_tokenizer, sentences, write_csv
 from tests.trainer.data.text.test_tokenized_rows import configured, problems, sharded
@@ -110,6 +112,16 @@ def test_whole_words_are_masked_together(tmp_path: Path) -> None:
             several += len(predicted) > 1
             assert predicted.all() or not predicted.any()
     assert several > 50
+
+
+@pytest.mark.parametrize("task", ["masked", "masked_words"])
+def test_the_key_of_the_shards_has_the_settings_of_earlier_versions(task: str, tmp_path: Path) -> None:
+    config = masked(tmp_path, text={"task": task})
+    rows = open_tokenized_rows(config, read_training_signature(config.model))
+    assert rows is not None
+    settings = json.loads(rows.digest)[1]
+    assert settings["task"] == "masked"
+    assert [*settings.items()][-1] == ("whole_words", task == "masked_words")
 
 
 def test_evaluation_masks_the_same_tokens_whatever_the_seed_and_the_batch(tmp_path: Path) -> None:

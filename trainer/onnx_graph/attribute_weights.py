@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from onward.trainer.onnx_graph.files.ml_types import DOMAIN
+from onward.trainer.onnx_graph.files.index import ML_DOMAIN
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def held_attributes(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.NodeProt
 def held_by(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:
     """Yield the attributes of a node that are treated as stored tensors."""
     names: tuple[str, ...] = ()
-    if node.domain == DOMAIN:
+    if node.domain == ML_DOMAIN:
         names = HELD.get(node.op_type, ())
     elif _is_constant(node):
         names = NUMBERS
@@ -107,11 +107,11 @@ def with_operands(model: onnx.ModelProto) -> onnx.ModelProto:
     ONNX does not define these operands, so only the import and the analysis of roles read such a model. They are named
     as in `stored_tensors` and have no initializers; the attributes stay.
     """
-    if not any(node.domain == DOMAIN for _, node, _ in held_attributes(model.graph)):
+    if not any(node.domain == ML_DOMAIN for _, node, _ in held_attributes(model.graph)):
         return model
     copy = deepcopy(model)
     for node in copy.graph.node:
-        if node.domain == DOMAIN and (held := {attribute.name for attribute in held_by(node)}):
+        if node.domain == ML_DOMAIN and (held := {attribute.name for attribute in held_by(node)}):
             # an absent attribute is an absent operand, so that each keeps its slot
             node.input.extend(_name(node, name) if name in held else "" for name in HELD[node.op_type])
     return copy

@@ -25,6 +25,7 @@ from onnx import TensorProto, helper
 
 from onward.trainer.onnx_graph.files.index import (
     FLOAT_TYPES,
+    ML_DOMAIN,
     Index,
     attributes_of,
     innermost_type,
@@ -33,7 +34,6 @@ from onward.trainer.onnx_graph.files.index import (
     opsets_of,
     replace_entries,
 )
-from onward.trainer.onnx_graph.files.ml_types import DOMAIN
 from onward.trainer.onnx_graph.files.model_files import stored_array
 from onward.trainer.onnx_graph.probabilities import Activation, activation_of
 from onward.trainer.onnx_graph.surgery.selections import selection_before
@@ -139,7 +139,7 @@ def _scores_before(name: str, found: Activation | None) -> tuple[str, str] | Non
 
 
 def _scores_of(node: onnx.NodeProto) -> tuple[str, str] | None:
-    if node.domain != DOMAIN or len(node.output) < 2:
+    if node.domain != ML_DOMAIN or len(node.output) < 2:
         return None
     if node.op_type in UNTRAINED:
         return node.output[1], f"the scores of {node.op_type}, which is not trained"
@@ -159,7 +159,7 @@ def _log_steps(node: onnx.NodeProto) -> list[tuple[str, str, dict[str, Any]]]:
     Of two classes, scikit-learn stores a row and its negative, so that sigmoid(z) and sigmoid(-z) are a softmax over
     z / 2 and -z / 2. This softmax has opposite gradients for both rows: they stay each other's negative in training.
     """
-    if (node.domain, node.op_type) != (DOMAIN, "LinearClassifier") or len(node.output) < 2:
+    if (node.domain, node.op_type) != (ML_DOMAIN, "LinearClassifier") or len(node.output) < 2:
         return []
     attributes = attributes_of(node)
     intercepts = list(attributes.get("intercepts", ()))
@@ -173,7 +173,7 @@ def _log_steps(node: onnx.NodeProto) -> list[tuple[str, str, dict[str, Any]]]:
     rows = np.column_stack([np.reshape(attributes["coefficients"], (2, -1)), intercepts])
     # opposite up to rounding: each row and its intercept, [2, features + 1]
     opposite = np.abs(rows.sum(0)).max() <= 1e-2 * np.abs(rows).max()
-    half = (DOMAIN, "Scaler", {"offset": [0.0], "scale": [0.5]})
+    half = (ML_DOMAIN, "Scaler", {"offset": [0.0], "scale": [0.5]})
     return [half, ("", "LogSoftmax", {"axis": 1})] if opposite else []
 
 
@@ -233,7 +233,7 @@ def class_labels(graph: onnx.GraphProto) -> list[str]:
     order: list[Any] = []
     stored = Index(graph).stored
     for node in graph.node:
-        if node.domain != DOMAIN:
+        if node.domain != ML_DOMAIN:
             continue
         labels = [value for name, value in attributes_of(node).items() if name.startswith("classlabels_")]
         # the converter of some classifiers looks the label up in a stored list, by the position of the greatest score

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from onward.trainer.errors import ConfigError
-from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.inputs import num_axes, shown
-from onward.trainer.proposal.source_summary import Facts
-from onward.trainer.proposal.targets import Target
+
+if TYPE_CHECKING:
+    from onward.trainer.proposal.draft import Draft
+    from onward.trainer.proposal.source_summary import Facts
+    from onward.trainer.proposal.targets import Target
 
 VOID = 255
 """The usual value of pixels that are not labelled."""

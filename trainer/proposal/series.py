@@ -6,14 +6,17 @@ input past [?, 28], output next [?, 7]       table: date, temperature       [dat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onward.trainer.data.schema.columns import Array
-from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.proposal.draft import INPUTS, Draft
-from onward.trainer.proposal.source_summary import Facts
-from onward.trainer.proposal.targets import Target
+
+if TYPE_CHECKING:
+    from onward.trainer.data.schema.columns import Array
+    from onward.trainer.data.schema.signature import TensorInfo
+    from onward.trainer.proposal.source_summary import Facts
+    from onward.trainer.proposal.targets import Target
 
 TIMES = ("time", "date", "datetime", "timestamp", "ds", "day", "hour", "month", "week", "year", "period")
 """Names of columns that are taken for times where their values increase."""

@@ -13,14 +13,16 @@ import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onward.trainer.bounds import CODE_BYTES, read_bounded
 from onward.trainer.config.named_files import named_files
 from onward.trainer.errors import ConfigError
-from onward.trainer.run.directory import RunDir
 from onward.trainer.run.durable_files import sha256
 from onward.trainer.run.records import Record, read_record
+
+if TYPE_CHECKING:
+    from onward.trainer.run.directory import RunDir
 
 SHOWN = 12
 """Digits of a digest that messages have."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from onward.trainer.config.rules import metric_rules as measures
-from onward.trainer.config.rules import model_and_data, quantization, updates
+from onward.trainer.config.rules import model_and_data, updates
 from onward.trainer.config.rules import rank_rules as ranks
 from onward.trainer.config.rules import result_rules as results
 
@@ -45,7 +45,7 @@ CROSS_SECTION_RULES: tuple[Callable[..., Iterable[str]], ...] = (
     ranks.compilation,
     results.export,
     results.profile,
-    quantization.aware,
+    model_and_data.aware,
 )
 """Each rule names the sections it reads as its parameters."""
 

@@ -27,8 +27,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.batches.balanced_order import BalancedOrder, Stream
 from onward.trainer.data.batches.batch_computations import noise_keys, open_batch_transforms
 from onward.trainer.data.batches.device_copies import DeviceCopies
-from onward.trainer.data.batches.row_lengths import RowLengths
-from onward.trainer.data.batches.row_padding import least_lengths, longest_row, padded_rows
+from onward.trainer.data.batches.row_lengths import RowLengths, least_lengths, longest_row, padded_rows
 from onward.trainer.data.batches.sample_stream import sample_stream
 from onward.trainer.data.batches.shard_read_ahead import ShardReadAhead
 from onward.trainer.data.batches.step_shares import check_last_samples, divide, end_of_share

@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.urls import url_of
 from onward.trainer.errors import DataError, first_lines, shown
 from onward.trainer.run.home import download_cache
+
+if TYPE_CHECKING:
+    from onward.trainer.config.sections.data import DataConfig
 
 
 class AllowedFiles:

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.reading.read_ahead import read_ahead
 from onward.trainer.data.reading.sources import read_range, source_ranges
 from onward.trainer.data.schema.column_computers import computed_chunks, stored_of
@@ -31,11 +31,14 @@ from onward.trainer.data.schema.columns import (
     in_parts,
     select,
 )
-from onward.trainer.data.storage.recipe import Recipe
-from onward.trainer.data.storage.sharding_progress import ShardingProgress
-from onward.trainer.data.storage.shards import ShardFile
 from onward.trainer.data.storage.split_writer import ShardFiles, SplitWriter
 from onward.trainer.run.records import Record
+
+if TYPE_CHECKING:
+    from onward.trainer.config.sections.data import DataConfig
+    from onward.trainer.data.storage.recipe import Recipe
+    from onward.trainer.data.storage.sharding_progress import ShardingProgress
+    from onward.trainer.data.storage.shards import ShardFile
 
 MISSING_CELL = " is missing"
 """The end of the reason of a bad row, behind the name of its column."""

@@ -12,15 +12,16 @@ number is a column of the shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.config.sections.metrics import MetricConfig
-from onward.trainer.data.schema.columns import Array
-from onward.trainer.data.schema.fitted import LabelledRows
-from onward.trainer.data.text.text_columns import TextColumns
+if TYPE_CHECKING:
+    from onward.trainer.config.sections.data import DataConfig
+    from onward.trainer.config.sections.metrics import MetricConfig
+    from onward.trainer.data.schema.columns import Array
+    from onward.trainer.data.schema.fitted import LabelledRows
+    from onward.trainer.data.text.text_columns import TextColumns
 
 TEXT_BYTES = "/bytes"
 """Behind the name of the input of ids: the column with the bytes of text that the targets of a row stand for."""

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onward.trainer.config.sections.data import DataConfig
-from onward.trainer.data.schema.batch_transforms import Samples
-from onward.trainer.data.schema.columns import Array, Values
-from onward.trainer.data.schema.fitted import Fitted, Vocabulary
 from onward.trainer.data.schema.permutation import hash_key, keyed_hash
-from onward.trainer.data.text.text_columns import TextColumns
 from onward.trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onward.trainer.config.sections.data import DataConfig
+    from onward.trainer.data.schema.batch_transforms import Samples
+    from onward.trainer.data.schema.columns import Array, Values
+    from onward.trainer.data.schema.fitted import Fitted, Vocabulary
+    from onward.trainer.data.text.text_columns import TextColumns
 
 WORDS = "/words"
 """Behind the name of the input of ids: the column with the number of each token's word."""

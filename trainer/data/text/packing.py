@@ -11,6 +11,7 @@ Windows do not overlap. The last tokens of a split, fewer than a window and its 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +19,12 @@ from onward.trainer.data.schema.column_computers import RowPacker
 from onward.trainer.data.schema.columns import Array, Column, Values
 from onward.trainer.data.text.byte_counts import TEXT_BYTES
 from onward.trainer.data.text.masking import WORDS
-from onward.trainer.data.text.text_columns import TextColumns
 from onward.trainer.data.text.tokenized_rows import Storage, TokenizedRows
-from onward.trainer.data.text.tokenizer import OpenTokenizer
 from onward.trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onward.trainer.data.text.text_columns import TextColumns
+    from onward.trainer.data.text.tokenizer import OpenTokenizer
 
 
 class PackedTexts(TokenizedRows, RowPacker):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from onward.trainer.data.schema.fitted import Vocabulary
-from onward.trainer.data.text.text_columns import TextColumns
-from onward.trainer.data.text.tokenizer import OpenTokenizer
 from onward.trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onward.trainer.data.text.text_columns import TextColumns
+    from onward.trainer.data.text.tokenizer import OpenTokenizer
 
 PADDING = ("[PAD]", "<pad>", "<|padding|>", "<|pad|>", "<PAD>")
 END = ("<|endoftext|>", "</s>", "<eos>", "[EOS]", "<|end_of_text|>", "<end_of_text>")

@@ -16,20 +16,22 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.trainer.config.sections.text import TextRole
 from onward.trainer.data.schema.column_computers import RowDivider
 from onward.trainer.data.schema.columns import Array, Column, Values
 from onward.trainer.data.schema.fitted import Fitted, FittedComputer
 from onward.trainer.data.text.byte_counts import TEXT_BYTES, bytes_of_tokens
 from onward.trainer.data.text.masking import WORDS
 from onward.trainer.data.text.special_tokens import find_special_tokens
-from onward.trainer.data.text.text_columns import TextColumns
-from onward.trainer.data.text.tokenizer import OpenTokenizer
 from onward.trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onward.trainer.config.sections.text import TextRole
+    from onward.trainer.data.text.text_columns import TextColumns
+    from onward.trainer.data.text.tokenizer import OpenTokenizer
 
 STORED_AS: dict[TextRole, str] = {
     "input_ids": "int32",

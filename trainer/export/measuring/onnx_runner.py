@@ -5,8 +5,7 @@ Files run under onnxruntime's CPU provider. Where it cannot run a file, the firs
 
     onnxruntime, on a copy with an older IR version         the file is newer than onnxruntime
     onnxruntime, without its optimiser ConstantSharing      a BatchNormalization stays in training form (open_session)
-    onnxruntime, on an fp32 copy                            half precision: the module computes in fp32, and
-                                                            onnxruntime's CPU provider has no bfloat16
+    onnxruntime, on an fp32 copy                            half precision: the module computes in fp32, CPUs in no bfloat16
     onnxruntime, row by row                                 it takes one row only, such as RotaryEmbedding with the
                                                             cache of one row; two rows also go through onnx.reference
     onnx.reference                                          onnxruntime does not run it at all
@@ -21,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -33,19 +32,21 @@ from onward.trainer.data.batches.batches import Batch
 from onward.trainer.data.formats.npz_files import npz_content
 from onward.trainer.errors import ExportRefused
 from onward.trainer.export.measuring.differences import output_difference
-from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.fixed_noise import NoiseSessions, recorded_noise
 from onward.trainer.export.measuring.kernel_rounding import ExactForm, Measured, beyond_rounding, exact_form
 from onward.trainer.export.measuring.reference_evaluator import open_reference
 from onward.trainer.export.measuring.rounding_neighbours import Neighbours
 from onward.trainer.export.model_file import ModelFile, fp32_copy, full_copy, in_half_precision
-from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 from onward.trainer.onnx_graph.files.index import HALF_TYPES, inputs_of, length_of
 from onward.trainer.onnx_graph.files.onnxruntime_session import Device, open_session
 from onward.trainer.onnx_graph.surgery.quantizing import output_steps
 from onward.trainer.onnx_graph.surgery.row_layout import RowLayout, read_layout
 from onward.trainer.onnx_graph.surgery.stochastic_depth import draws_noise
 from onward.trainer.onnx_graph.surgery.training_norms import training_norms
+
+if TYPE_CHECKING:
+    from onward.trainer.export.measuring.evaluation_data import EvaluationData
+    from onward.trainer.model.metrics.evaluation_metrics import EvaluationMetrics
 
 log = logging.getLogger(__name__)
 

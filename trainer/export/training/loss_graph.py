@@ -27,9 +27,8 @@ from onward.trainer.export.training.loss_nodes import FORMULAS, LossInputs, clas
 from onward.trainer.model.losses.losses_in_units import LEAST, label_axis
 from onward.trainer.onnx_graph.attribute_weights import held_attributes
 from onward.trainer.onnx_graph.files import loss_files
-from onward.trainer.onnx_graph.files.index import length_of, nodes_of, opsets_of
+from onward.trainer.onnx_graph.files.index import ML_DOMAIN, length_of, nodes_of, opsets_of
 from onward.trainer.onnx_graph.files.loss_files import LEAST_OPSET, too_old, unknown_shape
-from onward.trainer.onnx_graph.files.ml_types import DOMAIN
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 from onward.trainer.onnx_graph.node_builder import GraphExtender
 from onward.trainer.onnx_graph.surgery.strip_training import strip_training
@@ -142,7 +141,7 @@ def evaluation_model(
     """
     copy = _inlined_copy(model)
     wanted = set(weights)
-    of_trees = [name for name, node, _ in held_attributes(copy.graph) if node.domain == DOMAIN]
+    of_trees = [name for name, node, _ in held_attributes(copy.graph) if node.domain == ML_DOMAIN]
     if held := [name for name in of_trees if name in wanted]:
         raise UnsupportedModel(
             f"no training files can be made of this model: {', '.join(held)} are attributes of ai.onnx.ml, which no "

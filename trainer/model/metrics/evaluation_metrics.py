@@ -12,20 +12,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onward.trainer.config.metric_names import Task
 from onward.trainer.config.sections.metrics import MetricConfig, metrics_of, task_of
 from onward.trainer.distributed.lists import gather_lists
-from onward.trainer.event_records import ClassPrecision
-from onward.trainer.model.losses.loss import Loss, Losses
 from onward.trainer.model.metrics.library_measure import LibraryMeasure
 from onward.trainer.model.metrics.mean_precision import MeanPrecision
 from onward.trainer.model.metrics.measured import Measured
 from onward.trainer.model.metrics.measures import CONFUSIONS, OWN, Confusion, Counts, LabelConfusion, Measure
+
+if TYPE_CHECKING:
+    from onward.trainer.config.metric_names import Task
+    from onward.trainer.event_records import ClassPrecision
+    from onward.trainer.model.losses.loss import Loss, Losses
 
 MOST_CLASSES = 30
 """The most classes or labels for which the confusion matrix is kept."""

@@ -15,18 +15,20 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from onward.trainer.config.metric_names import METRICS, Task
-from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.extras import how_to_install
-from onward.trainer.model.metrics.measured import Measured
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.run.directory import onward_home
+
+if TYPE_CHECKING:
+    from onward.trainer.config.sections.metrics import MetricConfig
+    from onward.trainer.model.metrics.measured import Measured
 
 log = logging.getLogger(__name__)
 

@@ -16,22 +16,24 @@ import logging
 import math
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED
-from onward.trainer.data.schema.columns import Array
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import ClassPrecision
 from onward.trainer.extras import how_to_install
 from onward.trainer.model.metrics.library_measure import import_torchmetrics
-from onward.trainer.model.metrics.measured import Measured
+
+if TYPE_CHECKING:
+    from onward.trainer.config.losses import LossConfig
+    from onward.trainer.config.sections.metrics import MetricConfig
+    from onward.trainer.data.schema.columns import Array
+    from onward.trainer.model.metrics.measured import Measured
 
 log = logging.getLogger(__name__)
 

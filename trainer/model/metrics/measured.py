@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onward.trainer.config.metric_names import Task
 from onward.trainer.data.schema.target_counts import without_lengths
 from onward.trainer.errors import DataError
 from onward.trainer.model.losses import set_prediction
 from onward.trainer.model.losses.dense_heads.families import FAMILIES, dense_detections
-from onward.trainer.model.losses.loss import Loss
 from onward.trainer.model.losses.loss_formulas import as_rows, quantile_rows
+
+if TYPE_CHECKING:
+    from onward.trainer.config.metric_names import Task
+    from onward.trainer.model.losses.loss import Loss
 
 
 class Measured:

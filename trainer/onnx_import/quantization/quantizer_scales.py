@@ -27,16 +27,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import onnx
 import torch
 from torch import Tensor, nn
 
-from onward.trainer.onnx_import.quantization.quantized_weights import QuantizedWeight
-from onward.trainer.onnx_import.scaled_values import ScaleLayout
-from onward.trainer.onnx_import.tracing.tracing import Tracer
-from onward.trainer.onnx_import.tracing.values import Traced, Value
+if TYPE_CHECKING:
+    from onward.trainer.onnx_import.quantization.quantized_weights import QuantizedWeight
+    from onward.trainer.onnx_import.scaled_values import ScaleLayout
+    from onward.trainer.onnx_import.tracing.tracing import Tracer
+    from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 ScaleMode = Literal["recalibrate", "train", "frozen"]
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, output_nodes
-from onward.trainer.parallel.cost import NodeCost
+
+if TYPE_CHECKING:
+    from onward.trainer.parallel.cost import NodeCost
 
 
 @dataclass(frozen=True)

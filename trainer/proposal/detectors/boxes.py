@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 
 from onward.trainer.config.loss_rules import DENSE_LOSSES
 from onward.trainer.config.sections.model import ModelConfig
-from onward.trainer.data.images.box_annotations import Annotations
 from onward.trainer.data.images.image_sources import annotations_beside
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.source_kinds import BOX_PAGE
@@ -31,10 +31,13 @@ from onward.trainer.proposal.detectors.raw_outputs import (
     image_input,
     measured_shapes,
 )
-from onward.trainer.proposal.draft import Draft
 from onward.trainer.proposal.inputs import num_axes, shown
-from onward.trainer.proposal.source_summary import Facts
-from onward.trainer.proposal.targets import Target
+
+if TYPE_CHECKING:
+    from onward.trainer.data.images.box_annotations import Annotations
+    from onward.trainer.proposal.draft import Draft
+    from onward.trainer.proposal.source_summary import Facts
+    from onward.trainer.proposal.targets import Target
 
 SHARES = {"resize": "pad_grey", "mean": [0.0, 0.0, 0.0], "std": [1.0, 1.0, 1.0]}
 PIXELS: Mapping[str, Mapping[str, object]] = {

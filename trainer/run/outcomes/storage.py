@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from onward.trainer.errors import ConfigError, OnwardError, StorageUnavailable
-from onward.trainer.run.directory import onward_home
+from onward.trainer.run.home import onward_home
 from onward.trainer.run.outcomes.ending_kinds import MAKE_ROOM, has_own_cause
 
 FULL_BYTES = 1 << 16

@@ -5,7 +5,7 @@ Files run under onnxruntime's CPU provider. Where it cannot run a file, the firs
 
     onnxruntime, on a copy with an older IR version         the file is newer than onnxruntime
     onnxruntime, without its optimiser ConstantSharing      a BatchNormalization stays in training form (open_session)
-    onnxruntime, on an fp32 copy                            half precision: the module computes in fp32, CPUs in no bfloat16
+    onnxruntime, on an fp32 copy                            half precision: the module has fp32, and CPUs no bfloat16
     onnxruntime, row by row                                 it takes one row only, such as RotaryEmbedding with the
                                                             cache of one row; two rows also go through onnx.reference
     onnx.reference                                          onnxruntime does not run it at all

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,9 @@ def verdicts(name: str, exporter: str, folded: bool) -> Iterator[Verdict]:
         # a constant that the exporter merged with an equal weight is in one of the two files only
         if tensor_name not in shifted:
             continue
-        changes = not torch.equal(shifted[tensor_name], tensor)
+        # two processes may number single constants in other orders; a parameter of one element has a name of its own
+        is_numbered = tensor.numel() == 1 and re.fullmatch(r"val_\d+", tensor_name)
+        changes = not is_numbered and not torch.equal(shifted[tensor_name], tensor)
         # the older exporter updates running statistics when it traces a module in training mode
         truth = "statistic" if tensor_name in statistics else "trained" if changes else "frozen"
         verdict = Verdict(name, tensor_name, tuple(tensor.shape), truth, found[tensor_name])

@@ -29,8 +29,8 @@ def measure_boxes(
     recipe: the content of its preprocessing.json. known: the settings of the run that has trained it. changes: given
     settings. Raises ConfigError and DataError with what is wrong with the settings, the images and their boxes.
     """
-    from onward.trainer.__main__ import evaluation_data
     from onward.trainer.data.storage.sharding import make_training_shards
+    from onward.trainer.export.export_commands import evaluation_data
     from onward.trainer.export.exported_model import metrics_of_file
     from onward.trainer.export.measuring.evaluating import metrics_that_fit
     from onward.trainer.export.model_file import ModelFile

@@ -23,12 +23,12 @@ import onnx
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import verify
 from onward.trainer.distributed import collectives
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.export import exported_model as export
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.model.losses import vocabulary_loss
 from onward.trainer.parallel.planning.planner import plan
 from onward.trainer.run.directory import RunDir, read_config

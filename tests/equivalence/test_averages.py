@@ -10,10 +10,10 @@ import onnx
 import pytest
 import torch
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import verify
 from onward.trainer.export import exported_model as export
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.optim.averages import exported_weights
 from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence import layouts

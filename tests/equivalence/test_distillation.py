@@ -11,9 +11,9 @@ import onnx
 import pytest
 import torch
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.data.formats.digits import digits_block
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.export.exported_model import Checkpoint, export
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.run.directory import RunDir

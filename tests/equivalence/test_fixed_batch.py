@@ -9,11 +9,11 @@ import numpy as np
 import onnx
 import pytest
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import newest_complete
 from onward.trainer.distributed.weights import weights_in
 from onward.trainer.export import exported_model as export
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.run.directory import RunDir
 from tests.support import graphs
 from tests.support.runs import assert_close, events, final_tensors, make_run, train_run

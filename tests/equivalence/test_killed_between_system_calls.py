@@ -26,7 +26,6 @@ import pytest
 import torch
 
 from onward.tasks import export as export_task
-from onward.trainer.__main__ import export_file
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.checkpoint.save import save
@@ -37,6 +36,7 @@ from onward.trainer.data.storage.opened_shards import damaged_files
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.distributed.processes import MPIContext
+from onward.trainer.export.export_commands import export_file
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.export_folder import example_in
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, write_record

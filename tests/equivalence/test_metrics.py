@@ -13,12 +13,12 @@ import onnx
 import pytest
 from torch import Tensor
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.checkpoint.load import load
 from onward.trainer.checkpoint.verification import verify
 from onward.trainer.config.metric_names import METRICS as KNOWN
 from onward.trainer.distributed.weights import weights_in
 from onward.trainer.export import exported_model as export
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.run.directory import RunDir, read_config
 from tests.equivalence.layouts import Case, trained

@@ -14,11 +14,11 @@ import onnxruntime
 import pytest
 import torch
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export import exported_model as export
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.model.first_output_units import choose_output_units
 from onward.trainer.onnx_graph.surgery.output_units import has_label_units
 from onward.trainer.run.directory import RunDir, read_config

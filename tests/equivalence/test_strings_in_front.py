@@ -14,9 +14,9 @@ import pytest
 from onnx import parser
 
 from onward.tasks.export import export_file
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.diagnostics.diff import compare
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.export.file_verification import Expected, verify
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.model.trainable import open_trainable

@@ -16,10 +16,10 @@ from PIL import Image
 import onward
 from onward.flows import predict as flows_predict
 from onward.flows.box_evaluation import _recorded
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.images.geometry import resized_size
 from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.export.measuring.file_precision import objects_of
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.measuring.predictions import write_predictions

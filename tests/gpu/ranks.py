@@ -146,7 +146,7 @@ def main(store: str, rank: int, world_size: int, what: str, *words: str) -> int:
     """Join the others and do what `words` say."""
     import torch.distributed as dist
 
-    from onward.trainer import __main__ as trainer
+    from onward.trainer import train_rank as trainer
 
     def connect(*, expected_world_size: int, ranks_per_gpu: int = 1, **options: Any) -> MPIContext:
         return join(store, rank, world_size, **options)

@@ -10,10 +10,10 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.distributed.weights import weights_in
 from onward.trainer.export import exported_model as export
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.export.variants.variants import make_variant
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.machine.this_machine import missing_compiler

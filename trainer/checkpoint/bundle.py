@@ -45,9 +45,8 @@ from onward.trainer.run.allowed_code import AllowedCode
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.durable_files import durable_file
 from onward.trainer.run.outcomes.storage import storage_error
-from onward.trainer.run.record_base import Former
+from onward.trainer.run.record_base import Former, first_problem
 from onward.trainer.run.records import Record, RunIdentity, read_record, write_record
-from onward.trainer.run.validation import first_problem
 
 LISTING = "bundle.json"
 MAX_LISTING_BYTES = 64 << 20

@@ -34,8 +34,7 @@ from pydantic import Field, ValidationError
 from onward.trainer.checkpoint.train_state import Count, TrainState
 from onward.trainer.distributed.weights import Box
 from onward.trainer.errors import CheckpointError
-from onward.trainer.run.record_base import Former, Record
-from onward.trainer.run.validation import first_problem
+from onward.trainer.run.record_base import Former, Record, first_problem
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 NO_DIGEST = "0" * 64

@@ -13,8 +13,8 @@ from pydantic import NonNegativeInt, PositiveInt, ValidationError
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.ranks import ParallelConfig, RecomputeConfig
 from onward.trainer.errors import RecordError
+from onward.trainer.run.record_base import first_problem
 from onward.trainer.run.records import Record, read_record
-from onward.trainer.run.validation import first_problem
 
 
 class Adjustments(Record):

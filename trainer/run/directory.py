@@ -85,9 +85,9 @@ from onward.trainer.errors import ConfigError, Fenced, RecordError
 from onward.trainer.run.adjustments import adjusted
 from onward.trainer.run.durable_files import write_durably
 from onward.trainer.run.home import onward_home as onward_home  # from here for whoever reads run directories
+from onward.trainer.run.record_base import first_problem
 from onward.trainer.run.records import RankError, read_record
 from onward.trainer.run.remote.local_copies import LocalCopies, with_copies
-from onward.trainer.run.validation import first_problem
 
 _CLOSED: set[Path] = set()
 """Runs whose log this process has closed: the tasks that wait for that are its threads, and the disk may be full."""

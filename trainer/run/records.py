@@ -14,13 +14,12 @@ from onward.trainer.bounds import RECORD_BYTES, read_bounded
 from onward.trainer.config.sections.model import FixedBatch
 from onward.trainer.errors import RecordError
 from onward.trainer.run.durable_files import write_durably
-from onward.trainer.run.record_base import Former
+from onward.trainer.run.record_base import Former, first_problem
 from onward.trainer.run.record_base import Record as Record
 from onward.trainer.run.recorded.promotion_records import Comparison as Comparison
 from onward.trainer.run.recorded.promotion_records import Promotion as Promotion
 from onward.trainer.run.recorded.rehearsal_parts import Guard as Guard
 from onward.trainer.run.recorded.rehearsal_parts import Needs as Needs
-from onward.trainer.run.validation import first_problem
 
 
 class RunIdentity(Record):

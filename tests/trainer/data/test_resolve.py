@@ -14,7 +14,6 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer import loop
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.losses import LabelUnits
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data import resolve
@@ -22,6 +21,7 @@ from onward.trainer.data.resolve import ResolvedSettings, read_resolved, write_r
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import RecordError
 from onward.trainer.events import Heartbeat
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.export.variants import quantize_aware
 from onward.trainer.model import first_output_units as output_units
 from onward.trainer.onnx_graph.node_builder import GraphWriter

@@ -24,10 +24,9 @@ from pydantic import BaseModel, ValidationError
 
 from onward.trainer.errors import DataError, Fenced
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.record_base import Record
+from onward.trainer.run.record_base import Record, first_problem
 from onward.trainer.run.records import write_record
 from onward.trainer.run.remote.object_store import Bucket, Folder, open_place
-from onward.trainer.run.validation import first_problem
 
 R = TypeVar("R", bound=BaseModel)
 ALIVE_PERIOD_S = 15.0

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.data.storage.opened_shards import open_shards
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.export.measuring.baselines import Baselines
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.metrics import MetricConfig
 from onward.trainer.errors import ConfigError, DataError
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.export.measuring import evaluating
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.measuring.predictions import Predictions, recipe_of

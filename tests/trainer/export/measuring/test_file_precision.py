@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.sections.metrics import MetricConfig, names_of_file
 from onward.trainer.data.batches.batches import Batch
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.export.exported_model import Checkpoint, export
 from onward.trainer.export.measuring import comparison
 from onward.trainer.export.measuring.comparison import compare

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.data.batches.batches import Batch
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.export.exported_model import _origins, _worst_samples
 from onward.trainer.export.measuring import samples as module
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner

@@ -13,12 +13,12 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.images.box_columns import fitted_boxes
 from onward.trainer.data.images.image_computer import pixels_of
 from onward.trainer.data.images.image_decoding import decode_image
 from onward.trainer.errors import ExportRefused
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.export.preprocessing.preprocessing_file import write_preprocessing
 from onward.trainer.export.preprocessing.with_preprocessing import write_with_preprocessing
 from onward.trainer.onnx_graph.node_builder import GraphWriter

@@ -16,13 +16,13 @@ from PIL import Image
 from PIL import __version__ as pillow_version
 
 from onward.tasks.export import export_file
-from onward.trainer.__main__ import evaluation_data
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.sections.results import ExportConfig
 from onward.trainer.data.images.geometry import fitted_image
 from onward.trainer.data.images.image_computer import pixels_of
 from onward.trainer.data.images.image_decoding import decode_image
 from onward.trainer.errors import DataError, ExportRefused
+from onward.trainer.export.export_commands import evaluation_data
 from onward.trainer.export.preprocessing.image_nodes import fitted_pixels
 from onward.trainer.export.preprocessing.with_preprocessing import write_with_preprocessing
 from onward.trainer.onnx_graph.node_builder import GraphExtender, GraphWriter

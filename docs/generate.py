@@ -121,6 +121,8 @@ def _type_name(annotation: Any) -> str:
         return _type_name(arguments[0])
     if str(origin) == "typing.Literal":
         return ", ".join(f"`{_toml(value)}`" for value in arguments)
+    if origin is tuple and arguments[-1] is not ... and len(set(arguments)) > 1:
+        return f"[{', '.join(map(_type_name, arguments))}]"
     if origin is tuple:
         return f"list of {_type_name(arguments[0])}"
     if origin is dict:

@@ -261,11 +261,15 @@ def num_settings() -> int:
 def test_chains_of_imports_are_short() -> None:
     modules = {f"onward.{path[:-3].removesuffix('/__init__').replace('/', '.')}": path for path in sources()}
     longest: dict[str, int] = {}
+    on_the_way: list[str] = []
 
     def length(module: str) -> int:
         if module not in longest:
+            assert module not in on_the_way, f"a circle of imports: {on_the_way}"
+            on_the_way.append(module)
             found = imported(tree_of(modules[module]), modules) - {module}
             longest[module] = 1 + max(map(length, found), default=0)
+            on_the_way.pop()
         return longest[module]
 
     assert max(map(length, modules)) <= LONGEST_CHAIN

@@ -46,7 +46,7 @@ class Limits(Section):
     tracking_uri: str
     """`monitor.tracking_uri`: a database at any path would be created."""
     all_waiting: bool = False
-    """Whether every scheduled run that waits for a running one starts after it (waiting_runs.py)."""
+    """Whether every scheduled run that waits for a running one starts after it (cancellation.py)."""
 
 
 def limits_of(name: str, settings: Sections, allowed: Iterable[str] = (), *, all_waiting: bool = False) -> Limits:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from onward.trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +64,6 @@ def _language(folder: Path) -> onnx.ModelProto:
 
 
 def _table(folder: Path) -> onnx.ModelProto:
-    from onward.flows.examples.table_example import NUM_FEATURES, write_table
     from onward.trainer.onnx_graph.examples.small_models import build_mlp
 
     write_table(folder)
@@ -116,6 +113,7 @@ def write_table(folder: Path) -> None:
 
     price = f0 + 0.5 f1 - f2 + |f3| + f4 f5 + sin(2 f6) - 0.5 max(f7, 0) + noise      (of the standardised columns)
     """
+    import numpy as np
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -22,6 +22,7 @@ from onward.trainer.config.flat_settings import changed_settings
 from onward.trainer.diagnostics.difference import TensorChange
 from onward.trainer.quantities import duration, shown_size
 from onward.trainer.run.history import Series
+from onward.trainer.run.record_base import Record
 from onward.trainer.run.recorded.sample_records import LEAST_SCORE, ImageBox, Sample
 from onward.trainer.run.recorded.step_profile import other_rows, slowest_nodes
 from onward.trainer.run.timing.time_account import PARTS, TimeAccount
@@ -364,3 +365,14 @@ def environment_rows(facts: RunFacts) -> list[tuple[str, str]]:
 def share(part: float) -> str:
     """Return a share as percent."""
     return f"{100 * part:.1f} %"
+
+
+class ReportFile(Record):
+    """A report that was written."""
+
+    path: Path
+    runs: tuple[str, ...]
+    """The ids of the runs that it shows."""
+    bytes: int
+    left_out: tuple[str, ...]
+    """What could not be read of the runs, and why."""

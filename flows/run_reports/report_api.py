@@ -5,21 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from onward.flows.api import require_flow
 from onward.flows.configuration import AnyPath
-from onward.trainer.run.records import Record
 
-
-class ReportFile(Record):
-    """A report that was written."""
-
-    path: Path
-    runs: tuple[str, ...]
-    """The ids of the runs that it shows."""
-    bytes: int
-    left_out: tuple[str, ...]
-    """What could not be read of the runs, and why."""
+if TYPE_CHECKING:
+    from onward.flows.run_reports.page import ReportFile
 
 
 def report(*runs: str, output: AnyPath | None = None) -> ReportFile:
@@ -33,7 +25,7 @@ def report(*runs: str, output: AnyPath | None = None) -> ReportFile:
     network. Raises ConfigError when there is no such run.
     """
     require_flow("onward.report")
-    from onward.flows.run_reports.page import page_of
+    from onward.flows.run_reports.page import ReportFile, page_of
     from onward.flows.run_reports.reported_run import read_facts
     from onward.flows.run_reports.run_comparison import page_of_several
     from onward.flows.run_state.runs import find_run

@@ -8,7 +8,7 @@
 Prefect itself stops only the runs of a worker, and suspends no run before its next task begins. The thread asks the
 server every PERIOD_S; an outage of the server neither ends nor delays it. Of a deployment's run Prefect's own observer
 sees a suspension first. A run without a deployment cannot be started again by Prefect: suspending it cancels it. The
-thread also cancels scheduled runs that wait for this one, but for the newest (waiting_runs.py).
+thread also cancels scheduled runs that wait for this one, but for the newest.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ from onward.trainer.run.directory import RunDir
 from onward.trainer.run.recorded.sweep_records import membership
 
 if TYPE_CHECKING:
-    from uuid import UUID
-
     from prefect._flow_run_suspension import FlowRunSuspensionRequest
     from prefect.client.schemas.objects import FlowRun
 

@@ -24,7 +24,7 @@ from typing import Any
 from onward.flows.run_state.lease import LEASE_S, free_abandoned, renewed
 from onward.flows.run_state.run_index import listed_runs
 from onward.infra.servers.service_state import try_lock
-from onward.trainer.config.flat_settings import flat_settings
+from onward.trainer.config.flat_settings import flat_settings, nested_settings
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.errors import ConfigError, say, shown
 from onward.trainer.run.directory import RunDir, onward_home, read_config
@@ -98,7 +98,8 @@ def limits_to_resume(run: RunDir, name: str, now: RunConfig) -> list[tuple[str, 
     saved = read_config(run, "given")
     # config.json has what the run has chosen since: for "auto", for the inputs, for what its losses read
     began = read_record(run.origins, Origins).given if run.origins.exists() else {}
-    began = began or flat_settings(saved)
+    # an earlier version may have begun it, which had other settings
+    began = flat_settings(RunConfig.model_validate(nested_settings(began)) if began else saved)
     wanted: dict[str, Any] = json.loads(json.dumps(flat_settings(now)))
     keys = [key for key in began | wanted if not key.startswith("stop.")]
     if fixed := [key for key in keys if began.get(key) != wanted.get(key)]:

@@ -19,6 +19,20 @@ def flat_settings(config: RunConfig) -> dict[str, Any]:
     return flat
 
 
+def nested_settings(flat: Mapping[str, Any]) -> Any:
+    """Return the tables that `flat_settings` has made flat; of several tables a list."""
+    found: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            inner.setdefault(name, {})[rest] = value
+        else:
+            found[name] = value
+    found |= {name: nested_settings(table) for name, table in inner.items()}
+    return [*found.values()] if inner.keys() and all(map(str.isdecimal, found)) else found
+
+
 def changed_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings whose values differ from their defaults; those without a default are among them."""
     defaults = dict[str, Any]()

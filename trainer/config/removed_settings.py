@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from onward.trainer.config.metric_names import is_greatest
+from onward.trainer.config.metric_names import has_no_direction, is_greatest
 
 Settings = dict[str, Any]
 Rule = Callable[[Any, Settings, Settings], object]
@@ -133,11 +133,15 @@ def _compatible(value: Any, schedule: Settings, settings: Settings) -> None:
 
 def _type_of_labels(is_soft: bool, loss: Settings, settings: Settings) -> None:
     # float32 was also written down for losses that do not read it
-    if (loss["name"] or settings["model"]["loss"]) != "file":
+    name = loss["name"] or ("file" if loss["file"] else settings["model"]["loss"])
+    if name != "file":
         loss["label_type"] = "float32" if is_soft else "auto"
 
 
 def _is_other_way(value: Literal["least", "greatest"], checkpoint: Settings, settings: Settings) -> bool:
+    if has_no_direction(checkpoint["best_metric"]):
+        checkpoint["best_metric"] = "evaluation/loss"
+        return True
     return bool(is_greatest(checkpoint["best_metric"])) != (value == "greatest")
 
 

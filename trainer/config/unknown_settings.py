@@ -140,16 +140,25 @@ def explained(error: ValidationError, section: str, model: type[Section], root: 
 
 
 def _one_for_each_value(findings: Iterable[ErrorDetails]) -> list[ErrorDetails]:
-    """Join what pydantic finds wrong with one value: of a setting of several types, a finding for each of them."""
-    joined: dict[tuple[int | str, ...], ErrorDetails] = {}
+    """Join what pydantic finds wrong with one value: of a setting of several types, something for each of them.
+
+    The type in which it got deepest into the value is the one that is meant: ["a", 3] is a list with a wrong entry.
+    """
+    of_values: dict[Place, list[ErrorDetails]] = {}
     for finding in findings:
-        key = tuple(itertools.takewhile(lambda part: not TYPE.fullmatch(str(part)), finding["loc"]))
-        if former := joined.get(key):
-            former["msg"] += f", or {finding['msg'].removeprefix('Input should be ')}"
-            # whose choices may have the one that is meant
-            former["type"] = max(former["type"], finding["type"], key="literal_error".__eq__)
-        else:
-            joined[key] = {**finding, "loc": key}
+        place = finding["loc"]
+        setting = tuple(itertools.takewhile(lambda part: not TYPE.fullmatch(str(part)), place))
+        inside = tuple(part for part in place[len(setting) :] if not TYPE.fullmatch(str(part)))
+        of_values.setdefault(setting, []).append({**finding, "loc": (*setting, *inside)})
+    joined: dict[Place, ErrorDetails] = {}
+    for found in of_values.values():
+        depth = max(len(finding["loc"]) for finding in found)
+        for finding in (finding for finding in found if len(finding["loc"]) == depth):
+            former = joined.setdefault(finding["loc"], finding)
+            if former is not finding:
+                former["msg"] += f", or {finding['msg'].removeprefix('Input should be ')}"
+                # whose choices may have the one that is meant
+                former["type"] = max(former["type"], finding["type"], key="literal_error".__eq__)
     return [*joined.values()]
 
 
@@ -202,7 +211,8 @@ def _synonyms(word: str) -> list[str]:
 
 
 MOST_SUGGESTED = 3
-TYPE = re.compile(r"str|int|float|bool|constrained-\w+|function-.*|(literal|tuple|dict|list)\[.*")
+Place = tuple[int | str, ...]
+TYPE = re.compile(r"str|int|float|bool|LabelUnits|constrained-\w+|function-.*|(literal|tuple|dict|list)\[.*")
 """How pydantic names a type in the place of a finding, behind the setting."""
 MOST_UNKNOWN = 20
 """Unknown keys, and wrong values, of one table that are named; what each was meant to be takes a millisecond."""

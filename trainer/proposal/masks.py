@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.proposal.inputs import num_axes, shown
 
@@ -31,7 +32,8 @@ def propose_masks(draft: Draft, facts: Facts, found: Sequence[Target]) -> list[s
     if len(found) != 1 or not dense:
         return []
     image = draft.value("data.image.column", "image")
-    column = "mask" if isinstance(draft.value("data.image.masks"), str) else ""
+    given = draft.value("data.image.masks", ())
+    column = "mask" if ImageConfig(masks=given).mask_folder else ""
     if not column:
         others = [name for name in facts.schema if name != image]
         masks = [name for name in others if facts.looks_like_images(name)]

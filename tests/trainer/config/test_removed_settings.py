@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from onward.flows.running.named_run import limits_to_resume
 from onward.flows.running.replayed_training import scratch_run
+from onward.trainer.config.flat_settings import flat_settings, nested_settings
 from onward.trainer.config.loading import build_config, load_config
 from onward.trainer.config.removed_settings import REMOVED
 from onward.trainer.config.run_config import RunConfig
@@ -23,6 +25,7 @@ from onward.trainer.run.kept_settings import (
     refuse_edited,
     write_settings,
 )
+from onward.trainer.run.recorded.setting_sources import Origins
 from onward.trainer.run.records import write_record
 
 GOOD: dict[str, Any] = {
@@ -188,6 +191,11 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"loss.soft_labels": False},
         {},
     ),
+    (
+        {"loss": [{"output": "a"}, {"output": "b", "label": "y", "file": "l.py:f", "label_type": "int64"}]},
+        {"loss.soft_labels": False},
+        {},
+    ),
     ({}, {"optimizer.adafactor": {"clip": 2.0}, "optimizer.muon.steps": 7}, {}),
     (
         {"optimizer": {"name": "lamb"}},
@@ -319,6 +327,26 @@ def test_an_older_run_that_only_its_version_computes_is_read_and_does_not_go_on(
         assert said.endswith(f"{REMOVED[key].instead}; go on with that version, or start a new run")
     with pytest.raises(ConfigError, match="only that version computes it"), scratch_run(run, 0):
         pass
+
+
+def test_a_run_whose_best_metric_has_no_best_value_is_read_and_does_not_go_on() -> None:
+    settings = {"loss": [{"name": "quantile", "quantiles": [0.1, 0.9]}], "metrics": ["coverage"]}
+    older = with_setting(saved(**settings), "checkpoint", {"best_metric": "evaluation/coverage", "best_is": "least"})
+    assert RunConfig.model_validate(older).left_out == {"checkpoint.best_is": "least"}
+
+
+def test_the_same_configuration_continues_a_run_of_an_earlier_version(tmp_path: Path) -> None:
+    older = saved()
+    for key in REMOVED:
+        older = with_setting(older, key, former_default(key))
+    run = run_with(tmp_path / "run", older)
+    flat = flat_settings(build_config(GOOD))
+    assert RunConfig.model_validate(nested_settings(flat)) == build_config(GOOD)
+    gone = {key.replace("weights.", "weights.0."): former_default(key) for key in REMOVED}
+    write_record(run.origins, Origins(settings={}, given=flat | gone))
+    assert limits_to_resume(run, "X", build_config(GOOD)) == []
+    with pytest.raises(ConfigError, match=r"X began with checkpoint\.period = 0, and now it is 5"):
+        limits_to_resume(run, "X", build_config(GOOD | {"checkpoint": {"period": 5}}))
 
 
 def test_a_person_may_take_the_setting_out_of_config_json_and_accept_that(tmp_path: Path) -> None:

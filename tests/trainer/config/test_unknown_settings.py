@@ -137,6 +137,13 @@ def test_a_thousand_losses_are_the_most() -> None:
     ("override", "sentence"),
     [
         ("data.image.masks=3", "data.image.masks: Input should be a valid string, or a list, not 3"),
+        ('data.image.masks=["a", 3]', "data.image.masks.1: Input should be a valid string, not 3"),
+        ("data.table.categories={a=3}", "data.table.categories.a: Input should be 'sorted', or a list, not 3"),
+        ("data.image.size=[3]", "data.image.size.1 is missing; set it"),
+        (
+            "loss.standardise_label=3",
+            "loss.standardise_label: Input should be 'none', 'standard', 'robust' or 'log', or",
+        ),
         ("train.shuffle=lenght", ", or 'length', 'blocks' or 'files', not 'lenght'; did you mean 'length'?"),
         ("data.inputs={a=3, b=4}", "data.inputs.a: Input should be a valid string, or a list, not 3"),
     ],

@@ -135,7 +135,7 @@ def bytes_of_a_token(data: DataConfig, metrics: Sequence[MetricConfig]) -> Itera
     if data.text is None or data.text.task == "causal":  # whose bytes are counted while it is tokenized
         return
     why = "a masked model predicts some tokens from those around them, which is no code of the text; use perplexity"
-    if data.text.task != "masked":
+    if not data.text.is_masked:
         why = f"the targets of data.text.task {data.text.task!r} are no text"
     for each in metrics:
         if each.name == "bits_per_byte" and each.bytes_per_target is None:

@@ -1,4 +1,4 @@
-"""Rules about what is trained on which data: [model], [graph], [lora] and [data]."""
+"""Rules about what is trained on which data: [model], [graph], [lora], [data] and [quantize]."""
 
 from __future__ import annotations
 

@@ -43,8 +43,9 @@ def length(train: TrainConfig) -> Iterable[str]:
 
 def loss_scale(precision: PrecisionConfig) -> Iterable[str]:
     if precision.loss_scale and precision.compute != "fp16":
+        scale = precision.static_scale or precision.initial_scale
         yield (
-            f"precision.loss_scale {precision.loss_scale} has no meaning in {precision.compute}; "
+            f"precision.loss_scale {scale:g} has no meaning in {precision.compute}; "
             "only fp16 gradients underflow: set precision.compute = 'fp16' or remove it"
         )
 

@@ -186,9 +186,10 @@ class ImageConfig(Section):
     @property
     def mask_columns(self) -> tuple[str, ...]:
         """The columns that hold masks."""
-        if isinstance(self.masks, str):
-            return ("mask",) if self.mask_folder else (self.masks,)
-        return self.masks
+        if self.mask_folder:
+            return ("mask",)
+        named = (self.masks,) if isinstance(self.masks, str) else self.masks
+        return tuple(filter(None, named))
 
     @property
     def box_place(self) -> str:

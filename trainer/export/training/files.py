@@ -161,7 +161,7 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     if problems := [
         *export_problems(config.losses),
         *training_files_problems(config.optimizer.name),
-    ]:  # `onward export --training` of a run that does not say so
+    ]:  # `onward export --variant training` of a run that does not say so
         raise ExportRefused(problems)
     # each file must load without others beside it
     # what inner graphs and functions store would be renamed where functions are inlined

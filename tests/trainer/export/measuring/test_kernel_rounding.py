@@ -14,8 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from onward.trainer.export.measuring import kernel_rounding
+from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.kernel_rounding import exact_form
-from onward.trainer.export.measuring.onnx_runner import EvaluationData, OnnxRunner
+from onward.trainer.export.measuring.onnx_runner import OnnxRunner
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs

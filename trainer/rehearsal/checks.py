@@ -42,11 +42,15 @@ from onward.trainer.onnx_import.fixed_batch.fixed_batch import BatchUse
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.quantities import gib
 from onward.trainer.rehearsal.findings import Findings
+from onward.trainer.rehearsal.guards.batch_checks import (
+    check_cache,
+    label_warnings,
+    same_teacher,
+    update_problems,
+    update_warnings,
+)
 from onward.trainer.rehearsal.guards.guarded_files import ROWS, guard_run
-from onward.trainer.rehearsal.guards.label_checks import label_warnings
 from onward.trainer.rehearsal.guards.loss_checks import check_counts, check_empty_labels, check_sums
-from onward.trainer.rehearsal.guards.teacher_checks import check_cache, same_teacher
-from onward.trainer.rehearsal.guards.update_checks import update_problems, update_warnings
 from onward.trainer.rehearsal.longest_rows import remedy_of_length
 from onward.trainer.rehearsal.needs import least_needs
 from onward.trainer.rehearsal.parity import NotCompared, compare_untrained

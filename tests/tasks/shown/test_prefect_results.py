@@ -9,8 +9,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 from onward.tasks.attempts.explained_errors import Explained
-from onward.tasks.shown.loss_curve import as_url, curves_of, picture
-from onward.tasks.shown.prefect_results import result_rows
+from onward.tasks.shown.prefect_results import as_url, curves_of, picture, result_rows
 from onward.trainer.errors import ConfigError
 from onward.trainer.events import Evaluated, EventWriter
 from onward.trainer.run.history import RunHistory

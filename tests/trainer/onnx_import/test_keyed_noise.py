@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onward.trainer.onnx_import.keyed_noise import normal, uniform
-from onward.trainer.onnx_import.ops.random import RandomNode
+from onward.trainer.onnx_import.ops.random import RandomNode, normal, uniform
 
 
 def keys(*numbers: int, step: int = 9) -> Tensor:

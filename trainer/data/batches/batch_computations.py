@@ -5,7 +5,7 @@ The keys of the noise that a graph draws itself are a number for each sample and
     training      (seed, position in the stream)     the same sample has other noise in each epoch
     evaluation    (row of the split)                 the same noise in every evaluation, whatever the seed
 
-So they are the same on any number of ranks and after a resume (onnx_import/keyed_noise.py makes noise of them).
+So they are the same on any number of ranks and after a resume (onnx_import/ops/random.py makes noise of them).
 """
 
 from __future__ import annotations

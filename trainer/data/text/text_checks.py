@@ -15,8 +15,7 @@ from onward.trainer.data.schema.columns import Schema
 from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.text.byte_counts import counts_bytes
 from onward.trainer.data.text.graph_limits import embedding_rows, position_rows
-from onward.trainer.data.text.packing import PackedTexts
-from onward.trainer.data.text.separate_packing import SeparateTexts
+from onward.trainer.data.text.packing import PackedTexts, SeparateTexts
 from onward.trainer.data.text.text_columns import TextColumns, input_problems, text_columns
 from onward.trainer.data.text.tokenized_rows import Storage, TokenizedRows
 from onward.trainer.data.text.tokenizer import OpenTokenizer, open_tokenizer

@@ -1,4 +1,4 @@
-"""Give the nodes of a graph that draw random numbers a further input, from which they make them (keyed_noise.py).
+"""Give the nodes of a graph that draw random numbers a further input, from which they make them (ops/random.py).
 
     before    x ---------------- RandomNode(like x) ---        the numbers of torch's generator
     after     x ----------------- RandomNode(like x) ---       a function of the samples

@@ -4,7 +4,7 @@ photos/  beside  annotations.json             data.image.boxes = "../annotations
 images/train  beside  labels/train            data.image.boxes = "../../labels/{source}"
 outputs [batch, queries, classes] and [batch, queries, 4]      set_classes, set_l1, set_giou
 a detector with a grid, recognised by its decoding             the loss of its family (dense_head.py)
-one whose input is an image without a batch                    model.start = the batch that it makes (image_start.py)
+one whose input is an image without a batch                    model.start = the batch that it makes (raw_outputs.py)
 """
 
 from __future__ import annotations

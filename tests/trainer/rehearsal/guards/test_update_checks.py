@@ -9,7 +9,7 @@ import pytest
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.parallel.matrices import find_matrices
-from onward.trainer.rehearsal.guards.update_checks import update_problems, update_warnings
+from onward.trainer.rehearsal.guards.batch_checks import update_problems, update_warnings
 from tests.support import graphs
 
 

@@ -102,7 +102,7 @@ def test_six_learning_rates_killed_twice_and_resumed_lose_no_trial_repeat_none_a
 
     best = min(trials[:5], key=lambda each: each["value"])
     assert facts["best"] == best["number"]
-    assert (facts["state"], facts["registered"]) == ("exported", "config version 1")
+    assert (facts["state"], facts["registered"]) == ("exported", f"{workshop.root.name} version 1")
     assert [run.exported.exists() for run in runs] == [each["number"] == best["number"] for each in trials]
     exported = read_record(runs[best["number"] - 1].exported, ExportedModel)
     assert exported.after["evaluation/loss"] == pytest.approx(best["value"], rel=1e-4)

@@ -149,8 +149,6 @@ class RunConfig(Section):
     @property
     def promote_is_greatest(self) -> bool:
         """Whether a greater value of that metric is better."""
-        if self.promote_metric == self._best_metric_of_file:
-            return self.checkpoint.greatest_is_best
         return bool(is_greatest(self.promote_metric))
 
     @property

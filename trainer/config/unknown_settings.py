@@ -6,9 +6,9 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.removed_settings import sentence_of
@@ -139,18 +139,18 @@ def explained(error: ValidationError, section: str, model: type[Section], root: 
     ]
 
 
-def _one_for_each_value(findings: Iterable[ErrorDetails]) -> list[ErrorDetails]:
+def _one_for_each_value(findings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Join what pydantic finds wrong with one value: of a setting of several types, something for each of them.
 
     The type in which it got deepest into the value is the one that is meant: ["a", 3] is a list with a wrong entry.
     """
-    of_values: dict[Place, list[ErrorDetails]] = {}
+    of_values: dict[Place, list[dict[str, Any]]] = {}
     for finding in findings:
         place = finding["loc"]
         setting = tuple(itertools.takewhile(lambda part: not TYPE.fullmatch(str(part)), place))
         inside = tuple(part for part in place[len(setting) :] if not TYPE.fullmatch(str(part)))
         of_values.setdefault(setting, []).append({**finding, "loc": (*setting, *inside)})
-    joined: dict[Place, ErrorDetails] = {}
+    joined: dict[Place, dict[str, Any]] = {}
     for found in of_values.values():
         depth = max(len(finding["loc"]) for finding in found)
         for finding in (finding for finding in found if len(finding["loc"]) == depth):

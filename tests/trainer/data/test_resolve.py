@@ -118,7 +118,7 @@ def test_every_reader_has_the_same_numbers(run: RunDir, monkeypatch: pytest.Monk
     splits: tuple[Literal["evaluation", "test"], ...] = ("evaluation", "test")
     for split in splits:
         of_split = read_resolved(run, split)
-        with mock.patch("onward.trainer.model.metrics.evaluation_metrics.EvaluationMetrics") as measured:
+        with mock.patch("onward.trainer.export.export_commands.EvaluationMetrics") as measured:
             evaluation_data(run, split).new_metrics(["logits", "score"])
         losses, metrics = measured.call_args.args
         assert [loss.config for loss in losses.each] == list(of_split.losses) == list(expected.losses)

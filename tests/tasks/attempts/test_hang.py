@@ -57,7 +57,7 @@ def loss(output, labels):
 """
 
 
-def hanging_run(folder: Path, mode: str, *, steps: int = 400, timeout_s: float = 6.0) -> RunDir:
+def hanging_run(folder: Path, mode: str, *, steps: int = 400, heartbeat_s: float = 26.0) -> RunDir:
     """A run of two replicas of which rank 1 hangs in the fourth step."""
     (folder / "own.py").write_text(OWN_LOSS.format(mode=mode))
     return make_run(
@@ -67,7 +67,7 @@ def hanging_run(folder: Path, mode: str, *, steps: int = 400, timeout_s: float =
         parallel={"data": 2},
         train={"global_batch_size": 8, "num_steps": steps, "evaluation_period": 0},
         loss={"name": "file", "file": f"{folder / 'own.py'}:loss", "label": "label", "label_type": "int64"},
-        launch={"heartbeat_timeout_s": timeout_s + 20},
+        launch={"heartbeat_timeout_s": heartbeat_s},
     )
 
 
@@ -102,7 +102,7 @@ def test_the_rank_that_does_not_wait_for_the_others_is_named_with_its_line(
 def test_a_stopped_rank_goes_on_long_before_a_collective_times_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = hanging_run(tmp_path, "none", steps=300, timeout_s=100)
+    run = hanging_run(tmp_path, "none", steps=300, heartbeat_s=120)
     stopping = threading.Thread(target=stop_rank_one, args=(run,), daemon=True)
     stopping.start()
     result = train.fn(run)
@@ -113,7 +113,7 @@ def test_a_stopped_rank_goes_on_long_before_a_collective_times_out(
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_where_a_collective_times_out_before(tmp_path: Path) -> None:
-    run = hanging_run(tmp_path, "none", steps=100_000, timeout_s=4)
+    run = hanging_run(tmp_path, "none", steps=100_000, heartbeat_s=9)  # less than a stopped rank is waited for
     stopping = threading.Thread(target=stop_rank_one, args=(run,), daemon=True)
     stopping.start()
     with pytest.raises(
@@ -125,7 +125,7 @@ def test_a_stopped_rank_is_named_where_a_collective_times_out_before(tmp_path: P
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_a_few_seconds_after_another_was_stopped_is_lost_and_nothing_hung(tmp_path: Path) -> None:
-    run = hanging_run(tmp_path, "none", steps=100_000, timeout_s=30)
+    run = hanging_run(tmp_path, "none", steps=100_000, heartbeat_s=50)
 
     def stop_and_kill() -> None:
         stop_rank_one(run)

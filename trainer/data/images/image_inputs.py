@@ -239,7 +239,8 @@ def masks(data: DataConfig, losses: Sequence[LossConfig], signature: Signature) 
     if not found:
         labels = ", ".join(name for loss in losses for name in loss.columns)
         problems.append(
-            f"no loss reads the masks in column {', '.join(image.mask_columns)}, but {labels}; set data.label"
+            f"no loss reads the masks in column {', '.join(image.mask_columns)}, but {labels}; set data.label, or name "
+            "a folder of masks with a slash, such as ./masks"
         )
     if image.augment.rand_augment:
         problems.append(

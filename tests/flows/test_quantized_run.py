@@ -28,15 +28,16 @@ def test_a_trained_float_file_becomes_a_registered_8_bit_file_that_onnxruntime_r
     workshop = Workshop.made(tmp_path)
     try:
         config = str(tmp_path / "config.toml")
-        floats = workshop.onward("run", config, "train.num_steps=200", "parallel.data=1")
-        aware = (config, f'model.path="{floats["model"]}"', "quantize.aware=true", "optimizer.learning_rate=3e-4")
+        name = "export.register_as=shapes"
+        floats = workshop.onward("run", config, "train.num_steps=200", "parallel.data=1", name)
+        aware = (config, name, f'model.path="{floats["model"]}"', "quantize.aware=true", "optimizer.learning_rate=3e-4")
         process = workshop.start("run", *aware)
         run = workshop.new_run()
         until(lambda: reached(run, 100), limit_s=300)
         ranks_of(run)[1].send_signal(signal.SIGKILL)
         found = finished(process)
         assert (found["state"], found["attempts"]) == ("exported", 2)
-        assert found["registered"].endswith("version 2")
+        assert found["registered"] == "shapes version 2"
         exported = read_record(RunDir(Path(found["directory"])).exported, ExportedModel)
     finally:
         workshop.close()

@@ -100,8 +100,10 @@ class RunConfig(Section):
 
         config.toml, as `onward init` calls it, would be the name of every model: then it is that of the model's file.
         """
-        own = "" if self.name == UNNAMED else self.name
         path = str(self.model.path)
+        # the exported file of any run is called export/model.onnx
+        is_named = self.name != UNNAMED or path.endswith("/export/model.onnx")
+        own = self.name if is_named else ""
         # a folder of its own says more than model.onnx
         of_file = name_of_model(path.removesuffix("/model.onnx"))
         return self.export.register_as or own or of_file

@@ -596,6 +596,8 @@ def test_every_number_of_a_configuration_has_a_least_and_a_greatest_value() -> N
         ("config", "nets/yolo.onnx", "", "yolo"),
         ("config", "nets/plates/model.onnx", "", "plates"),
         ("plates", "nets/yolo.onnx", "", "plates"),
+        # what a run has exported is trained on: not each one is a model called export
+        ("config", "runs/0de1/export/model.onnx", "", "config"),
         ("config", "nets/yolo.onnx", "mine", "mine"),
     ],
 )

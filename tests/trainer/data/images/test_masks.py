@@ -201,7 +201,7 @@ def test_missing_masks_and_folders_and_masks_that_no_loss_reads_are_refused(tmp_
     (tmp_path / "masks" / "07.png").rename(tmp_path / "masks" / "77.png")
     with pytest.raises(ConfigError, match=r"2 of 30 images have no mask in .*masks: 04.jpg, 07.jpg"):
         batches(tmp_path, images, masks="../masks")
-    with pytest.raises(ConfigError, match="set data.label, or name a folder of masks with a slash, such as ./masks"):
+    with pytest.raises(ConfigError, match=r"set data.label, or name a folder of masks with a slash, such as ./masks"):
         batches(tmp_path, images, masks="masks")
     with pytest.raises(ConfigError, match=r"data.image.masks: there is no folder .*absent"):
         batches(tmp_path, images, masks="../absent")

@@ -150,7 +150,8 @@ def test_augmented_images_train_alike_on_one_rank_and_two_and_bit_for_bit_after_
 def test_every_augmentation_is_in_a_run_that_is_killed_and_resumed() -> None:
     from onward.trainer.config.sections.images import AugmentConfig
 
-    assert {name for images in PATHS.values() for name in images.augment} == set(AugmentConfig.model_fields)
+    # mosaics are of images with boxes (test_detectors.py)
+    assert {name for images in PATHS.values() for name in images.augment} == {*AugmentConfig.model_fields} - {"mosaic"}
 
 
 LAYOUTS: dict[str, dict[str, int]] = {

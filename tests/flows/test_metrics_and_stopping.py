@@ -124,7 +124,7 @@ def test_out_of_time_a_run_is_exported_and_the_command_that_it_prints_continues_
     assert "train.num_steps: a run keeps the configuration that it began with, but for [stop]" in error
 
     command, verb, name, limit = first["to_go_on"].split()
-    assert (command, verb, name) == ("onward", "resume", run.root.name)
+    assert (command, verb, name) == ("onward", "resume", read_record(run.identity, RunIdentity).name)
     closing = dict(outcome(first))
     assert (closing["ended early"], closing["to go on"]) == (first["ended_early"], first["to_go_on"]), "in the terminal"
     key, _, hours = limit.partition("=")

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from onward.flows.run_state.lease import LEASE_S, free_abandoned, renewed
 from onward.flows.run_state.run_index import listed_runs
 from onward.infra.servers.service_state import try_lock
@@ -30,6 +32,7 @@ from onward.trainer.errors import ConfigError, say, shown
 from onward.trainer.run.directory import RunDir, onward_home, read_config
 from onward.trainer.run.machine.private_home import make_private
 from onward.trainer.run.names import owner_of
+from onward.trainer.run.record_base import first_problem
 from onward.trainer.run.recorded.setting_sources import Origins
 from onward.trainer.run.records import read_record
 
@@ -98,8 +101,11 @@ def limits_to_resume(run: RunDir, name: str, now: RunConfig) -> list[tuple[str, 
     saved = read_config(run, "given")
     # config.json has what the run has chosen since: for "auto", for the inputs, for what its losses read
     began = read_record(run.origins, Origins).given if run.origins.exists() else {}
-    # an earlier version may have begun it, which had other settings
-    began = flat_settings(RunConfig.model_validate(nested_settings(began)) if began else saved)
+    try:
+        # an earlier version may have begun it, which had other settings
+        began = flat_settings(RunConfig.model_validate(nested_settings(began)) if began else saved)
+    except ValidationError as error:
+        raise ConfigError(f"{run.origins} cannot be used: {first_problem(error)}; delete it") from error
     wanted: dict[str, Any] = json.loads(json.dumps(flat_settings(now)))
     keys = [key for key in began | wanted if not key.startswith("stop.")]
     if fixed := [key for key in keys if began.get(key) != wanted.get(key)]:

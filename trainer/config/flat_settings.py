@@ -30,7 +30,7 @@ def nested_settings(flat: Mapping[str, Any]) -> Any:
         else:
             found[name] = value
     found |= {name: nested_settings(table) for name, table in inner.items()}
-    return [*found.values()] if inner.keys() and all(map(str.isdecimal, found)) else found
+    return [*found.values()] if inner and all(map(str.isdecimal, found)) else found
 
 
 def changed_settings(config: RunConfig) -> dict[str, Any]:

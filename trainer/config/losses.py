@@ -187,9 +187,7 @@ class LossConfig(Section):
     @property
     def label_dtype(self) -> Literal["float32", "int64"]:
         """The element type of the labels."""
-        if self.is_own and self.label_type == "int64":
-            return "int64"
-        return "int64" if self.has_classes else "float32"
+        return "int64" if self.has_classes or self.label_type == "int64" else "float32"
 
     @property
     def label_units(self) -> LabelUnits | None:

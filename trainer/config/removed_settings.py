@@ -112,8 +112,7 @@ def _first_scale(value: float, precision: Settings, settings: Settings) -> None:
 
 
 def _of_loss_scale(value: float, precision: Settings, settings: Settings) -> bool:
-    is_dynamic = not precision["loss_scale"] or isinstance(precision["loss_scale"], list)
-    return precision["compute"] == "fp16" and is_dynamic
+    return precision["compute"] == "fp16" and not precision["loss_scale"]
 
 
 def _matched(pairs: Any, teacher: Settings, settings: Settings) -> bool:
@@ -142,7 +141,7 @@ def _is_other_way(value: Literal["least", "greatest"], checkpoint: Settings, set
     if has_no_direction(checkpoint["best_metric"]):
         checkpoint["best_metric"] = "evaluation/loss"
         return True
-    return bool(is_greatest(checkpoint["best_metric"])) != (value == "greatest")
+    return is_greatest(checkpoint["best_metric"]) != (value == "greatest")
 
 
 def _is_muon(value: Any, muon: Settings, settings: Settings) -> bool:
@@ -305,8 +304,9 @@ REMOVED: Mapping[str, Removed] = {
     "precision.growth_interval": Removed(
         "a dynamic loss scale doubles after 2,000 steps without overflow", (2000,), _of_loss_scale
     ),
-    "precision.initial_scale": Removed('set precision.loss_scale = ["dynamic", FIRST VALUE]', (65536.0,), _first_scale),
     "precision.max_scale": Removed("a dynamic loss scale is at most 2^24", (2.0**24,), _of_loss_scale),
+    # after the others of the scale, which ask whether it was dynamic
+    "precision.initial_scale": Removed('set precision.loss_scale = ["dynamic", FIRST VALUE]', (65536.0,), _first_scale),
     "quantize.activations": Removed(_QUANTIZED, ("uint8",), _quantized(0, "s")),
     "quantize.calibration_rows": Removed("ranges are measured on 256 training rows", (256,), _without_effect),
     "quantize.per_channel": Removed("weights always have a scale for each output channel", (True,), _without_effect),

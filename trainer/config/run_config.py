@@ -101,12 +101,11 @@ class RunConfig(Section):
         config.toml, as `onward init` calls it, would be the name of every model: then it is that of the model's file.
         """
         path = str(self.model.path)
-        # the exported file of any run is called export/model.onnx
+        # what any run has made of a model.onnx is called so
         is_named = self.name != UNNAMED or path.endswith("/export/model.onnx")
-        own = self.name if is_named else ""
         # a folder of its own says more than model.onnx
         of_file = name_of_model(path.removesuffix("/model.onnx"))
-        return self.export.register_as or own or of_file
+        return self.export.register_as or (self.name if is_named else of_file)
 
     @property
     def losses(self) -> tuple[LossConfig, ...]:

@@ -36,7 +36,7 @@ def learning_rate(step: int, *, optimizer: OptimizerConfig, schedule: ScheduleCo
     progress = min(step / num_steps, 1.0)
     warmup = schedule.warmup_ratio
     curve = schedule.mode.removesuffix("_compatible")
-    compatible = curve != schedule.mode
+    compatible = schedule.is_compatible
     is_warming_up = progress < warmup or (progress == warmup and not compatible)
     if schedule.mode != "none" and is_warming_up:
         return optimizer.learning_rate * progress / warmup

@@ -348,6 +348,9 @@ def test_the_same_configuration_continues_a_run_of_an_earlier_version(tmp_path: 
     assert limits_to_resume(run, "X", build_config(GOOD)) == []
     with pytest.raises(ConfigError, match=r"X began with checkpoint\.period = 0, and now it is 5"):
         limits_to_resume(run, "X", build_config(GOOD | {"checkpoint": {"period": 5}}))
+    write_record(run.origins, Origins(settings={}, given=flat | {"train.num_steps": "many"}))
+    with pytest.raises(ConfigError, match=r"origins.json cannot be used: train\.num_steps: .*; delete it"):
+        limits_to_resume(run, "X", build_config(GOOD))
 
 
 def test_a_person_may_take_the_setting_out_of_config_json_and_accept_that(tmp_path: Path) -> None:

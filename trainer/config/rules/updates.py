@@ -76,7 +76,7 @@ def training_files(optimizer: OptimizerConfig, export: ExportConfig) -> Iterable
 
 
 def schedule(schedule: ScheduleConfig) -> Iterable[str]:
-    if schedule.floor and schedule.mode.endswith("compatible"):
+    if schedule.floor and schedule.is_compatible:
         yield f"schedule.floor {schedule.floor:g} is not for schedule.mode {schedule.mode!r}, which ends at 0"
     if schedule.mode == "none" and schedule.warmup_ratio:
         yield f"schedule.warmup_ratio {schedule.warmup_ratio:g} has no effect with mode 'none'; use mode 'constant'"

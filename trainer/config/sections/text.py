@@ -69,6 +69,11 @@ class TextConfig(Section):
     position; in evaluation of the row alone."""
 
     @property
+    def masks_words(self) -> bool:
+        """Whether all tokens of a word are predicted, or none."""
+        return self.task == "masked_words"
+
+    @property
     def is_masked(self) -> bool:
         """Whether masked tokens are predicted."""
         return self.task in MASKED

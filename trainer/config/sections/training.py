@@ -214,6 +214,11 @@ class ScheduleConfig(Section):
     floor: Fraction = 0.0
     """The share of the learning rate that is left at the last step; not for compatible modes."""
 
+    @property
+    def is_compatible(self) -> bool:
+        """Whether the rates are those of ONNX Runtime's trainer."""
+        return self.mode.endswith("_compatible")
+
 
 class AverageConfig(Section):
     """A moving average of the weights: kept beside them, evaluated, saved, and exported where that is set."""

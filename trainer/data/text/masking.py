@@ -98,7 +98,7 @@ def open_masking(columns: TextColumns | None, fitted: Mapping[str, Fitted], *, s
         labels,
         vocabulary,
         text.mask_probability,
-        text.task == "masked_words",
+        text.masks_words,
         seed=seed,
         ignore_index=columns.ignore_index,
     )
@@ -113,7 +113,7 @@ def describe_masks(data: DataConfig, fitted: Mapping[str, Fitted]) -> str:
     names = dict(zip(vocabulary.special_ids, vocabulary.names, strict=False))  # shards of earlier versions have none
     never = ", ".join(names.get(number, f"id {number}") for number in vocabulary.special_ids)
     mask = names.get(vocabulary.mask_id, f"id {vocabulary.mask_id}")
-    what = "tokens (whole words)" if text.task == "masked_words" else "tokens"
+    what = "tokens (whole words)" if text.masks_words else "tokens"
     return (
         f"{100 * text.mask_probability:g} % of the {what} are predicted: 8 of 10 of them become {mask}, 1 another "
         f"token, 1 stays; never {never}"

@@ -47,7 +47,7 @@ class PackedTexts(TokenizedRows, RowPacker):
         super().__init__(columns, tokenizer, length, storage)
         self._window = length
         self._ids = columns.inputs["input_ids"].name
-        self._words = self._ids + WORDS if columns.config.task == "masked_words" else ""
+        self._words = self._ids + WORDS if columns.config.masks_words else ""
         # the label of a window's last token is the first token of the next one
         self._ahead = 1 if columns.config.task == "causal" and columns.label else 0
         types = {info.name: self.types[role] for role, info in columns.inputs.items()}

@@ -88,7 +88,7 @@ class TokenizedRows(FittedComputer, RowDivider):
             settings |= former or {name: value}
         if columns.config.is_masked:  # which earlier versions said in two settings
             settings["task"] = "masked"
-        settings["whole_words"] = columns.config.task == "masked_words"
+        settings["whole_words"] = columns.config.masks_words
         decides = (tokenizer.digest, settings, max_length, self._length, columns.ignore_index, columns.label, results)
         # only where they are used, so that other runs keep their shards
         used = [f"stride {columns.config.stride}"] if self.window_column else []
@@ -184,7 +184,7 @@ class TokenizedRows(FittedComputer, RowDivider):
 
     def _results(self) -> Iterator[tuple[TextRole, str, str]]:
         """Yield (what, the name of its column, numpy's name of its type) of each result."""
-        needs_words = self._config.task == "masked_words"
+        needs_words = self._config.masks_words
         ids = self._of.inputs["input_ids"].name
         if self._of.is_packed:
             yield "input_ids", ids, self.types["input_ids"]
@@ -301,7 +301,7 @@ class TokenizedRows(FittedComputer, RowDivider):
         given: list[Any] = list(zip(*texts, strict=True)) if len(texts) == 2 else texts[0]
         library = self._tokenizer.library
         # the faster one gives no words and offsets
-        is_exact = self._config.task == "masked_words" or self._storage.counts_bytes
+        is_exact = self._config.masks_words or self._storage.counts_bytes
         encode = library.encode_batch if is_exact else library.encode_batch_fast
         failed: dict[int, str] = {}
         try:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,10 +35,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 def test_a_table_with_names_gaps_and_decimal_commas_is_trained_and_served(workshop: Workshop) -> None:
     text = PAGE.read_text()
-    for opening, name in ((r"python", "make.py"), (r'toml title="churn.toml"', "churn.toml")):
-        found = re.search(rf"```{opening}\n(.*?)```", text, re.S)
-        assert found
-        (workshop.root / name).write_text(found[1])
+    # the network, then its table, in a note that can be unfolded
+    network, table_of_page = re.findall(r"^    ```python\n(.*?)^    ```", text, re.S | re.M)
+    [config] = re.findall(r'```toml title="churn.toml"\n(.*?)```', text, re.S)
+    (workshop.root / "make.py").write_text(textwrap.dedent(network + table_of_page))
+    (workshop.root / "churn.toml").write_text(config)
     subprocess.run([sys.executable, "make.py"], cwd=workshop.root, check=True)
     facts = workshop.onward("run", str(workshop.root / "churn.toml"))
     assert facts["after"]["evaluation/accuracy"] > 0.9

@@ -27,6 +27,7 @@ from onward.trainer.onnx_import.roles.tensor_contents import without_repetition
 from onward.trainer.onnx_import.tracing.values import FreedBatch, Traced, Value
 
 if TYPE_CHECKING:
+    from onward.trainer.onnx_import.imported_graph import ImportedGraph
     from onward.trainer.onnx_import.lowering.converter_table import Call
 
 ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "Where", "PRelu", "MatMul")
@@ -244,6 +245,12 @@ def shared_row(x: torch.Tensor, dim: int) -> torch.Tensor:
     """
     constant = x.detach()
     return constant.narrow(dim, 0, 1) + (x - constant).sum(dim, keepdim=True)
+
+
+def dims_of_equal_rows(module: ImportedGraph) -> dict[str, int]:
+    """Return {initializer name: the dimension of its equal rows} of the weights that `shared_row` reads."""
+    reads = [node.args for node in module.graph.find_nodes(op="call_function", target=shared_row)]
+    return {module.onnx_names[weight.target]: dim for weight, dim in reads if weight.target in module.onnx_names}
 
 
 def fit_parts(c: Call, parts: Sequence[Value], axis: int) -> list[Value]:

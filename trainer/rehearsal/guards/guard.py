@@ -30,6 +30,7 @@ from onward.trainer.export.model_file import ModelFile
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.surgery.stochastic_depth import random_nodes
 from onward.trainer.onnx_graph.surgery.training_norms import training_norms
+from onward.trainer.onnx_import.fixed_batch.batch_constants import dims_of_equal_rows
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.rehearsal.trials.second_path import SecondPath, open_second_path
 from onward.trainer.run.records import Guard
@@ -227,7 +228,7 @@ def _derivative(guarded: Guarded, seed: int) -> _Derivative:
     assert guarded.written is not None
     # float64: in fp32 small differences of losses would vanish in the rounding
     weights = {name: each.detach().double() for name, each in named_weights(guarded.module).items()}
-    gradients = guarded.gradients()
+    gradients = dict(guarded.gradients())
     generator = torch.Generator().manual_seed(seed)
     # as large as the weights: the same relative step in each, and LEAST_SCALE in weights of zeros
     direction = {
@@ -236,6 +237,12 @@ def _derivative(guarded: Guarded, seed: int) -> _Derivative:
         for name in gradients
         if weights[name].numel()
     }
+    for name, dim in dims_of_equal_rows(guarded.module).items():
+        rows, gradient = direction.get(name), gradients.get(name)
+        if rows is not None and gradient is not None:
+            # one weight: its rows move together, and each of them has the gradient of all
+            direction[name] = rows.narrow(dim, 0, 1).expand_as(rows)
+            gradients[name] = gradient / rows.shape[dim]
     parts = {
         name: 0.0 if gradients[name] is None else float((gradients[name].double() * each).sum())  # type: ignore[union-attr]
         for name, each in direction.items()

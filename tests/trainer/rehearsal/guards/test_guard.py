@@ -18,7 +18,7 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import named_weights
 from onward.trainer.rehearsal.guards.guard import GuardError, guard
 from onward.trainer.rehearsal.guards.guarded_files import guard_of_file, guarded_file
-from tests.support import graphs
+from tests.support import fixed_batches, graphs
 from tests.support.production_kinds import KINDS
 
 RNG = np.random.default_rng(0)
@@ -231,6 +231,21 @@ def test_files_of_the_kinds_that_packages_ship_raise_no_alarm(name):
     record = guard(guarded_file(model, module, tuple(torch.from_numpy(feeds[each]) for each in module.input_names)))
     assert record.sizes
     assert record.error < record.bound < 0.1 or "stored as integers" in record.left_out[-1]
+
+
+@pytest.mark.parametrize("name", ["vit-2", "attention-2"])
+def test_rows_that_an_exporter_repeated_for_its_batch_are_one_weight(name):
+    # the class token, the embeddings of positions
+    model = fixed_batches.exported(name, "dynamo")
+    module = to_module(model, widen=True)
+    record = guard(guarded_file(model, module, (fixed_batches.rows(name, 2),), rows=(2,)))
+    assert record.error < 1e-5
+    assert record.bound < 2e-3
+    for weight in named_weights(module).values():
+        if weight.shape[0] == 2:
+            weight.register_hook(lambda gradient: gradient / 2)
+    with pytest.raises(GuardError, match="the gradient of a training step is not the derivative"):
+        guard(guarded_file(model, module, (fixed_batches.rows(name, 2),), rows=(2,)))
 
 
 def test_a_relu_that_reads_zeros_has_two_slopes_and_raises_no_alarm():

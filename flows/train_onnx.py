@@ -32,7 +32,7 @@ from onward.flows.run_state.flow_log import own_log
 from onward.flows.run_state.runs import command_to_continue, end_mlflow_run, how_to_continue, locked, run_directory_of
 from onward.flows.running.cancellation import stopped_from_prefect
 from onward.flows.running.flow_guard import Ending
-from onward.flows.running.store_at_the_end import stored
+from onward.flows.running.flow_in_store import stored
 from onward.infra.job.forks import fork_server
 from onward.infra.mlflow.tracking import Status
 from onward.tasks.attempts.explained_errors import explain_errors

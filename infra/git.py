@@ -22,15 +22,7 @@ def _git(folder: Path, *words: str) -> str:
     # a repository may name a program that watches its files
     command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", "-C", str(folder), *words]
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=LIMIT_S,
-            check=False,
-        )
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if not done.returncode else ""
+    return "" if done.returncode else done.stdout.strip()

@@ -41,29 +41,22 @@ with quick_imports():
     from onward.trainer.train_rank import train_rank
 
 
+EXPORTS = ("export", "training", "variant", "compare")
+
+
 def main() -> int:
     """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m onward.trainer", description=__doc__.splitlines()[0] if __doc__ else ""
+        "python -m onward.trainer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, summary in (
-        ("preflight", "check the machine on every rank"),
-        ("train", "train as one rank"),
-        ("export", "write the trained ONNX file and verify it"),
-        ("training", "write ONNX graphs that continue training without torch"),
-        ("variant", "write one variant of the exported file"),
-        ("compare", "evaluate the served file beside the exported one"),
-        ("plan", "estimate the layout of a run"),
-        ("quantize", "insert QuantizeLinear and DequantizeLinear into a float model"),
-        ("rehearse", "run a few micro-batches forward and backward, and compare the file with onnxruntime"),
-        ("try-import", "run converters, and look for cuts in the imported graph"),
-    ):
-        command = commands.add_parser(name, help=summary)
+    alone = ("preflight", "plan", "quantize", "rehearse", "try-import")
+    for name in ("train", *EXPORTS, *alone):
+        command = commands.add_parser(name)
         command.add_argument("run", type=lambda path: RunDir(Path(path).resolve()))
         if name == "train":
             command.add_argument("--until", type=int, default=0, help="stop after this step; 0 = train to the end")
-        if name in ("export", "training", "variant", "compare"):
+        if name in EXPORTS:
             command.add_argument("what", help="directory of the checkpoint, kind of variant, or the served file")
             command.add_argument("--folder", type=Path, help="directory of the exported file; default: RUN_DIR/export")
     arguments = parser.parse_args()

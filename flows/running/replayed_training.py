@@ -120,7 +120,7 @@ def _differences(saved: VerifiedCheckpoint, reached: VerifiedCheckpoint) -> list
     # the same layout writes the same files; a run that went on with fewer ranks has divided its tensors otherwise
     if [file.sha256 for file in one.files] == [file.sha256 for file in other.files]:
         return position
-    from onward.trainer.checkpoint.tensor_differences import differences  # imports torch
+    from onward.trainer.checkpoint.load import differences  # imports torch
 
     return [*position, *differences(saved, reached)]
 

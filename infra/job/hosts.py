@@ -233,7 +233,6 @@ def why_silent(host: str, *, limit_s: int = 0) -> str:
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
             errors="replace",
             timeout=limit_s + 1.0 if limit_s else PROBE_S,
             env=environment,

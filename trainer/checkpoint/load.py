@@ -25,7 +25,7 @@ from onward.trainer.checkpoint.verification import VerifiedCheckpoint, verifying
 from onward.trainer.checkpoint.write_plan import DTYPES
 from onward.trainer.distributed.exchange import gather, in_rounds
 from onward.trainer.distributed.processes import MPIContext
-from onward.trainer.distributed.weights import Box, Placement, check_fit, overlap, slices
+from onward.trainer.distributed.weights import NUM_NAMED, Box, Placement, check_fit, overlap, slices
 from onward.trainer.errors import CheckpointError
 
 CHUNKS_PER_ROUND = 16
@@ -155,3 +155,30 @@ def _assemble(shape: tuple[int, ...], entry: TensorEntry, reads: Sequence[_Read]
     for read in reads:
         part[slices(read.target)] = files[read.file].get_slice(read.key)[slices(read.source)]
     return part
+
+
+# -- comparing
+
+
+def differences(one: VerifiedCheckpoint, other: VerifiedCheckpoint) -> list[str]:
+    """Return a clause for the first tensors, in the order of the model, that do not have the same bits; [] = none."""
+    found = []
+    shapes = one.shapes
+    for name in {**shapes, **other.shapes}:
+        if shapes.get(name) != other.shapes.get(name):
+            found.append(f"{name} has the shape {shapes.get(name)} in one, {other.shapes.get(name)} in the other")
+            continue
+        # one tensor at a time, so that two models need not fit into memory
+        placement = {name: Placement.full(shapes[name])}
+        a = load(one, placement)[1][name]
+        b = load(other, placement)[1][name]
+        if a.dtype != b.dtype:
+            found.append(f"{name} is {a.dtype} in one, {b.dtype} in the other")
+        # bits, not values: NaN differs from itself, and -0 equals 0
+        elif not torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)):
+            changed = int((a != b).sum())
+            apart = f", by up to {float((a.double() - b.double()).abs().max()):.3g}" if changed else ""
+            found.append(f"{name}: {changed} of {a.numel()} elements{apart}")
+        if len(found) > NUM_NAMED:
+            return [*found[:NUM_NAMED], "and more"]
+    return found

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from onward.flows.running import from_store
+from onward.flows.running import flow_in_store, from_store
 from onward.flows.running.from_store import fetch_run, is_in_store
-from onward.tasks.storing import run_sender, signs_of_life
+from onward.tasks.storing import run_sender
 from onward.tasks.storing.run_sender import RunSender, begin_sending, send_rest
 from onward.trainer.checkpoint.retention import announced, list_checkpoints
 from onward.trainer.checkpoint.verification import verify
@@ -355,8 +355,8 @@ def test_a_run_that_lives_is_not_taken(
     save_step(run, 1)
     assert send(run)
     monkeypatch.setattr(from_store, "SILENT_S", 5.0)
-    monkeypatch.setattr(signs_of_life, "ALIVE_PERIOD_S", 0.2)
-    with signs_of_life.signs_of_life(run):
+    monkeypatch.setattr(flow_in_store, "ALIVE_PERIOD_S", 0.2)
+    with flow_in_store.signs_of_life(run):
         elsewhere(tmp_path, monkeypatch)
         with pytest.raises(ConfigError, match=r"the run is trained on .*: stop it there"):
             fetch_run(f"{store}/{RUN_ID}")

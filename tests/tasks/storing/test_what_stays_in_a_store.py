@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from onward.flows.running import from_store
+from onward.flows.running import flow_in_store, from_store
 from onward.flows.running.from_store import fetch_named_run, fetch_run
 from onward.tasks.checkpoint import CheckpointRetention
-from onward.tasks.storing import run_sender, run_transfer, signs_of_life
+from onward.tasks.storing import run_sender, run_transfer
 from onward.tasks.storing.run_sender import RunSender, begin_sending, send_rest
 from onward.trainer.checkpoint.verification import verify
 from onward.trainer.config.run_config import RunConfig
@@ -288,7 +288,7 @@ def test_signs_of_life_are_given_every_period_and_go_on_after_any_error(
     run: RunDir, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin_sending(run, str(store), LOG)
-    monkeypatch.setattr(signs_of_life, "ALIVE_PERIOD_S", 0.2)
+    monkeypatch.setattr(flow_in_store, "ALIVE_PERIOD_S", 0.2)
     errors = [RuntimeUnavailable("it does not answer"), ValueError("a fault of a library")]
     tried: list[float] = []
     plain = StoredRun.give_sign_of_life
@@ -300,7 +300,7 @@ def test_signs_of_life_are_given_every_period_and_go_on_after_any_error(
         plain(self, number, count)
 
     monkeypatch.setattr(StoredRun, "give_sign_of_life", give)
-    with signs_of_life.signs_of_life(run):
+    with flow_in_store.signs_of_life(run):
         until(lambda: len(tried) >= 4, limit_s=60)
     assert all(after - before > 0.15 for before, after in itertools.pairwise(tried))
     assert StoredRun(f"{store}/{RUN_ID}").sign_of_life(1)

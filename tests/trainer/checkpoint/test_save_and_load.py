@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from onward.trainer.checkpoint import consistency
 from onward.trainer.checkpoint.consistency import check_copies
-from onward.trainer.checkpoint.load import load, verify_together
+from onward.trainer.checkpoint.load import differences, load, verify_together
 from onward.trainer.checkpoint.manifest import (
     NO_DIGEST,
     Manifest,
@@ -779,3 +779,11 @@ def test_what_the_manifest_says_adds_up(run: RunDir) -> None:
         n: list(t.shape) for n, t in tensors().items()
     }
     assert listed["model/half"].dtype == "BF16"
+
+
+def test_differences_are_those_of_the_bits_in_every_kind_of_tensor(run: RunDir) -> None:
+    first, same, other = (verify(saved(run, step, seed=seed)) for step, seed in ((1, 0), (2, 0), (3, 1)))
+    assert differences(first, same) == []
+    found = differences(first, other)
+    assert found[0].startswith("model/conv1.weight: 1200 of 1200 elements, by up to ")
+    assert found[3].startswith("model/half: 90 of 90 elements, by up to ")

@@ -225,7 +225,8 @@ class _Derivative:
 
 def _derivative(guarded: Guarded, seed: int) -> _Derivative:
     """Compare the derivative along one random direction. Raises RuntimeError if no path computes the loss."""
-    assert guarded.written is not None
+    written = guarded.written
+    assert written is not None
     # float64: in fp32 small differences of losses would vanish in the rounding
     weights = {name: each.detach().double() for name, each in named_weights(guarded.module).items()}
     gradients = dict(guarded.gradients())
@@ -247,14 +248,13 @@ def _derivative(guarded: Guarded, seed: int) -> _Derivative:
         name: 0.0 if gradients[name] is None else float((gradients[name].double() * each).sum())  # type: ignore[union-attr]
         for name, each in direction.items()
     }
-    start = guarded.written(weights)
+    start = written(weights)
     path = open_second_path(guarded.file, start, guarded.inputs, start)
 
     def loss(step: float) -> Tensor:
-        assert guarded.written is not None
         # weights that are frozen or empty have no direction, and stay
         moved = {name: each + step * direction[name] if name in direction else each for name, each in weights.items()}
-        return guarded.loss(path.outputs(guarded.inputs, guarded.written(moved)), path.dtype)
+        return guarded.loss(path.outputs(guarded.inputs, written(moved)), path.dtype)
 
     return _compared(path, loss, parts)
 

@@ -194,6 +194,6 @@ def missing_compiler() -> str:
 def _runs(compiler: str) -> bool:
     command: list[Any] = [compiler, "--version"]
     try:
-        return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False

@@ -1,15 +1,35 @@
-"""The signs of life that the flow of a run gives in its store, by which another machine knows that it may not go on."""
+"""Show in the store of a run that its flow lives, and send at its end what it has written, such as its file."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterator
 
+from onward.flows.running.flow_guard import SIGNALLED
+from onward.tasks.storing.run_sender import send_rest
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import read_record
 from onward.trainer.run.remote.stored_run import ALIVE_PERIOD_S, Sending, StoredRun, record_in
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def stored(run: RunDir) -> Iterator[None]:
+    """Show in the store of a run that its flow lives, which is the block; send behind it what is not there yet."""
+    try:
+        with signs_of_life(run):
+            yield
+    finally:
+        # the run has ended already: neither an error nor a second Ctrl-C may change how
+        try:
+            if record_in(run).exists():
+                send_rest(run, log)
+        except (Exception, *SIGNALLED) as error:
+            log.warning("not everything is in the store: %s: %s; `onward resume` sends it", type(error).__name__, error)
 
 
 @contextlib.contextmanager

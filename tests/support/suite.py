@@ -23,6 +23,7 @@ DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"
 
 CPU = torch.device("cpu")
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, *HALVES)
 
 
 @functools.cache
@@ -37,7 +38,31 @@ def cases() -> list[Any]:
             path.write_bytes(pickle.dumps(load_model_tests(kind="node")))
 
     found: list[Any] = pickle.loads(made_once("cases.pickle", write).read_bytes())
+    for case in found:
+        if case.name.startswith("test_cast"):
+            _within_range(case)
     return found
+
+
+NARROW = {TensorProto.INT4: (-8, 7), TensorProto.UINT4: (0, 15), TensorProto.INT2: (-2, 1), TensorProto.UINT2: (0, 3)}
+"""An integer type of less than a byte -> its range."""
+
+
+def _within_range(case: Any) -> None:
+    """Cast 0 in place of each float that a narrow integer does not hold.
+
+    ONNX leaves the result undefined, and what the suite expects there differs with the version of ml_dtypes.
+    """
+    (given, *_), [result] = case.data_sets[0]
+    if result.data_type not in NARROW or given.data_type not in FLOATS:
+        return
+    least, greatest = NARROW[result.data_type]
+    values, expected = numpy_helper.to_array(given).copy(), numpy_helper.to_array(result).copy()
+    is_outside = (values < least) | (values > greatest)
+    values[is_outside] = 0
+    expected[is_outside] = 0
+    given.CopyFrom(numpy_helper.from_array(values, given.name))
+    result.CopyFrom(numpy_helper.from_array(expected, result.name))
 
 
 def is_expanded(case: Any) -> bool:

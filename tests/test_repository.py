@@ -374,6 +374,12 @@ def test_what_crosses_the_process_boundary_imports_no_torch_and_no_mpi() -> None
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
+def test_what_is_decided_before_a_run_goes_on_imports_no_prefect() -> None:
+    """Prefect makes its directory in the user's home when it is imported without the environment of its server."""
+    program = "import onward.flows.api, onward.flows.running.resuming, onward.flows.running.from_store, sys;"
+    subprocess.run([sys.executable, "-c", f"{program} assert 'prefect' not in sys.modules"], cwd=ROOT, check=True)
+
+
 def test_nothing_is_unpickled() -> None:
     suspicious = re.compile(
         r"^\s*(import|from) (c?pickle|dill|cloudpickle|joblib)\b|torch\.load\(|all_gather_object|"

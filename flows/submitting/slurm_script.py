@@ -23,6 +23,7 @@ from onward.flows.running.named_run import NAME
 from onward.infra.job import slurm_jobs
 from onward.infra.job.slurm_jobs import SlurmError, SlurmJob
 from onward.tasks.attempts.retry_policy import newest_checkpoint
+from onward.tasks.checks.machine_check import num_ranks
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
 from onward.trainer.errors import ConfigError, OnwardError, RuntimeUnavailable, say, shown
 from onward.trainer.run.directory import RunDir, onward_home
@@ -63,11 +64,9 @@ def script_of(
     """
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"--name {shown(repr(name))}: a name has up to 100 letters, digits, dots, hyphens and underscores"
+            f"--name is {shown(repr(name))}; each job needs one, and a name has up to 100 letters, digits, dots, "
+            "hyphens and underscores"
         )
-    # `onward status` reads this module, too, and this imports Prefect
-    from onward.tasks.checks.machine_check import num_ranks
-
     ranks = num_ranks(parallel, launch)
     if nodes > ranks:
         raise ConfigError(f"--nodes {nodes}: the run has {ranks} rank{'s' * (ranks > 1)}, and each host needs one")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from prefect import get_run_logger
-from prefect.exceptions import MissingContextError
-
 Log = logging.Logger | logging.LoggerAdapter[Any]
 
 # `extra` of a log record, which flows/run_state/flow_log.py reads
@@ -22,6 +19,10 @@ def task_logger(name: str) -> Log:
 
     Its records have the module's name as `of_onward`, by which the flow's log tells them from Prefect's own.
     """
+    # whoever needs the names above may not import Prefect yet, which makes its directory then
+    from prefect import get_run_logger
+    from prefect.exceptions import MissingContextError
+
     try:
         return get_run_logger(of_onward=name)
     except MissingContextError:

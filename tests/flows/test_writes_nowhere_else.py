@@ -102,6 +102,7 @@ def test_no_command_writes_outside_of_its_home_and_the_paths_it_is_given(sandbox
     onward("doctor")
     onward("doctor", model)
     onward("plan", config, "--measure")
+    onward("submit", config, "--name", "nightly-1", "--dry-run")
     onward("example", "images", str(out / "images"))
     onward("reference", "squeezenet", "--num-classes", "2", "--image-size", "32", "-o", str(out / "squeezenet.onnx"))
     onward("run", config, f"export.path='{out}/trained.onnx'", "export.variants=['fp16']")

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a separator that is not said": (
         "data.csv",
         lambda path: table().to_csv(path, sep=" ", index=False),
-        "column 'height', which the data does not have",
+        "the data has a single column, 'height width kind'; set data.table.separator",
     ),
     "a column of nearly the same name": (
         "data.csv",
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda path: path.write_text("height,width,kind\n"),
         "holds no row that can be read",
     ),
-    "a directory without files": ("data", lambda path: path.mkdir(), "of 0 files none are"),
+    "a directory without files": ("data", lambda path: path.mkdir(), "is a folder without files"),
     "a file that ends in the middle": (
         "data.parquet",
         lambda path: (table().to_parquet(path), path.write_bytes(path.read_bytes()[:-50])),
@@ -180,7 +180,8 @@ def test_a_disk_that_fills_up_in_the_download_leaves_no_file(workshop: Path) -> 
     with web_server({"data.csv": os.urandom(3_000_000)}) as web:
         # a file that grows beyond a limit fails as on a full disk
         problem = refused(workshop, f"{web.url}/data.csv", before="trap '' XFSZ; ulimit -f 1000")
-        assert "data.csv" in problem
+        assert "data.source: File too large" in problem
+        assert not complete_copies(workshop)
 
 
 def test_a_download_that_is_killed_leaves_no_file_and_goes_on_at_the_next_start(workshop: Path) -> None:

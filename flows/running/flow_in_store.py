@@ -1,4 +1,4 @@
-"""Show in the store of a run that its flow lives, and send at its end what it has written, such as its file."""
+"""Show in the store of a run that its flow lives, and send the rest at the end, such as the exported file."""
 
 from __future__ import annotations
 

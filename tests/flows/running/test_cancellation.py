@@ -73,7 +73,7 @@ def test_outside_of_the_training_the_flow_is_interrupted(state: State[object], r
     show(state)
     began = time.monotonic()
     with pytest.raises(Stopped, match="cancelled in Prefect; no checkpoint is saved"), stopped_from_prefect(run):
-        time.sleep(60)  # interrupted
+        time.sleep(10)
     assert time.monotonic() - began < 5
 
 
@@ -127,7 +127,7 @@ def test_a_suspended_run_of_a_deployment_stops_whatever_it_does_and_stays_suspen
 
     def work() -> None:
         if doing == "exporting":
-            time.sleep(60)  # interrupted
+            time.sleep(10)
         assert ranks.wait(timeout=10)
         if doing == "failing":
             raise ValueError("of something else")
@@ -141,7 +141,7 @@ def test_a_run_without_a_deployment_that_is_suspended_is_cancelled_and_says_why(
 ) -> None:
     show(Suspended())
     with pytest.raises(Stopped, match="cancelled in Prefect"), stopped_from_prefect(run):
-        time.sleep(60)  # interrupted
+        time.sleep(10)
     assert "a run without a deployment is cancelled and not suspended" in caplog.text
 
 
@@ -166,7 +166,7 @@ def test_the_worker_of_a_run_may_stop_it_first(run: RunDir, show: Show, monkeypa
         time.sleep(0.3)
     state.timestamp = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=cancellation.WORKER_S)
     with pytest.raises(Stopped), stopped_from_prefect(run):
-        time.sleep(60)  # interrupted
+        time.sleep(10)
 
 
 def test_what_ends_a_run_that_nobody_has_cancelled_is_passed_on(run: RunDir, show: Show) -> None:

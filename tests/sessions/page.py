@@ -20,6 +20,7 @@ is wide are not wrapped here.
 VARYING = (
     (r"\blayout +id$", "layout"),  # the last column of `onward runs` fits or not, as times are long or short
     (r"(\dx\dx\d) +[0-9a-f]{8}$", r"\1"),
+    (r"  node \d.*$", ""),  # MLflow measures the node's memory first after some seconds, and the training may be over by then
     (r"[━─]+", "BAR"),
     (r"[▁▂▃▄▅▆▇█]+", "CURVE"),
     (r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", "ID"),
@@ -70,7 +71,13 @@ def shown(page: str) -> dict[str, list[str]]:
 
 
 def without_what_varies(text: str) -> str:
-    """Return the text with placeholders for ids, times, rates, measured values and versions, and with single spaces."""
+    """Return the text with placeholders for ids, times, rates, measured values and versions, and with single spaces.
+
+    The lines of a rank's log are sorted without their times: a checkpoint is written beside the next steps.
+    """
+    logged = [line for line in text.splitlines() if line.startswith("rank 0: ")]
+    others = [line for line in text.splitlines() if not line.startswith("rank 0: ")]
+    text = "\n".join([*others, *sorted(logged, key=lambda line: line.split(" INFO ")[-1])])
     for pattern, placeholder in VARYING:
         text = re.sub(pattern, placeholder, text, flags=re.M)
     return text.strip()

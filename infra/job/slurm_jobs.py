@@ -102,7 +102,7 @@ def ends_at(environment: Mapping[str, str] = os.environ) -> float:
         return math.inf
     found = find(job)
     # Slurm is asked first: a limit may have been changed since the variable was set
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, KeyError):
         return datetime.fromisoformat(found.ends).timestamp() if found else float(environment["SLURM_JOB_END_TIME"])
     return math.inf
 

@@ -99,6 +99,7 @@ def test_what_squeue_says_is_read_and_after_it_what_the_accounting_says(
     assert slurm_jobs.find("3") is None
     assert slurm_jobs.ends_at({}) == float("inf")
     assert slurm_jobs.ends_at({"SLURM_JOB_ID": "3", "SLURM_JOB_END_TIME": "99"}) == 99.0
+    assert slurm_jobs.ends_at({"SLURM_JOB_ID": "3"}) == float("inf"), "Slurm before 22.05 sets no such variable"
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from onward.infra.mlflow.mlflow_store import Store, translate_errors
 
-PAGE = 100
-
 
 class CheckpointRecord(NamedTuple):
     """MLflow's record of a checkpoint (a LoggedModel)."""
@@ -24,18 +22,13 @@ class CheckpointRecords(Store):
     @translate_errors
     def lost(self, below: Path, *, is_gone: Callable[[Path], bool]) -> list[CheckpointRecord]:
         """Return the records of checkpoints in a directory, at any depth, that are gone."""
-        # MLflow searches models in experiments that are named, and not in all
         experiments = [experiment.experiment_id for experiment in self._client.search_experiments()]
         found: list[CheckpointRecord] = []
-        token: str | None = ""
-        while experiments and token is not None:
-            page = self._client.search_logged_models(experiments, max_results=PAGE, page_token=token or None)
-            for model in page:
-                path = Path(model.tags.get("path", ""))
-                # other machines record in the same store
-                if model.model_type == "checkpoint" and below in path.parents and is_gone(path):
-                    found.append(CheckpointRecord(model.model_id, path))
-            token = page.token or None
+        for model in self._logged_models(experiments):
+            path = Path(model.tags.get("path", ""))
+            # other machines record in the same store
+            if model.model_type == "checkpoint" and below in path.parents and is_gone(path):
+                found.append(CheckpointRecord(model.model_id, path))
         return found
 
     @translate_errors

@@ -23,7 +23,7 @@ from onward.infra.servers.service_state import lock_database
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Metric
+    from mlflow.entities import LoggedModel, Metric
 
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the default blocks a call for minutes; the callers here retry themselves
@@ -83,6 +83,17 @@ class Store:
             self._connected = connect(self.tracking_uri)
             self._file = file_of(self.tracking_uri)
         return self._connected
+
+    def _logged_models(self, experiments: list[str], condition: str = "") -> Iterator[LoggedModel]:
+        """Yield the LoggedModels of experiments that meet a condition."""
+        token: str | None = None
+        # MLflow searches experiments that are named, and returns 100 models at a time
+        while experiments:
+            page = self._client.search_logged_models(experiments, condition or None, page_token=token)
+            yield from page
+            token = page.token
+            if not token:
+                return
 
 
 def translate_errors(

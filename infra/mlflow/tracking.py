@@ -288,8 +288,7 @@ class Tracker(Store):
         """Return the LoggedModels of this run that meet a condition."""
         experiment = self._client.get_run(self.run_id).info.experiment_id
         # other runs of the experiment have models of the same names
-        condition = f"source_run_id = '{self.run_id}' AND {condition}"
-        return list(self._client.search_logged_models([experiment], condition))
+        return list(self._logged_models([experiment], f"source_run_id = '{self.run_id}' AND {condition}"))
 
     def _logged_model(self, name: str, kind: str, tags: Mapping[str, str]) -> LoggedModel:
         """Find this run's LoggedModel of that name and digest, or create it."""

@@ -202,7 +202,9 @@ def test_a_checkpoint_is_recorded_once_and_the_newest_best_is_the_only_best() ->
     assert set(run.data.metrics) == {"evaluation/loss"}
 
 
-def test_the_best_checkpoint_on_disk_is_a_query() -> None:
+def test_the_best_checkpoint_on_disk_is_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    # of many checkpoints MLflow returns a part at a time, the newest first
+    monkeypatch.setattr("mlflow.store.tracking.sqlalchemy_store.SEARCH_LOGGED_MODEL_MAX_RESULTS_DEFAULT", 1)
     tracker = new_run()
     folder = Path(tempfile.mkdtemp(prefix="onward-checkpoints-"))
     for step, loss in ((1, 0.1), (2, 0.3), (3, 0.2)):
@@ -215,6 +217,7 @@ def test_the_best_checkpoint_on_disk_is_a_query() -> None:
     found = client(tracker).search_logged_models(
         [experiment],
         f"source_run_id = '{tracker.run_id}' AND tags.deleted = 'false'",
+        max_results=10,
         order_by=[{"field_name": "metrics.evaluation/loss", "ascending": True}],
     )
     assert [model.name for model in found] == ["step-3", "step-2"]

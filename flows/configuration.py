@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 
 if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
     from onward.trainer.config.layers import Layered, Source
     from onward.trainer.config.loading import Check, Override
     from onward.trainer.config.run_config import RunConfig
@@ -187,3 +189,10 @@ def prefect_at_home() -> Iterator[None]:
         yield
     finally:
         del os.environ["PREFECT_HOME"]
+
+
+def prefect_client() -> SyncPrefectClient:
+    """Return a client of the Prefect server, for a `with` statement. Imports Prefect, which reads its settings then."""
+    from prefect.client.orchestration import get_client
+
+    return get_client(sync_client=True)

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from prefect import State, flow, tags
-from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 from prefect.states import Pending
 
+from onward.flows.configuration import prefect_client
 from onward.flows.run_state.flow_log import flow_log
 from onward.flows.run_state.lease import renewed
 from onward.flows.running.flow_guard import Ending, raise_stop
@@ -142,7 +142,7 @@ def run_sweep(folder: SweepDir) -> None:
     name = read_record(folder.sweep, Sweep).name
     parameters = {"sweep": folder.root.name, "name": name}
     with tags("sweep"), flow_log(RunDir(folder.root)):
-        with get_client(sync_client=True) as client:
+        with prefect_client() as client:
             flow_run = client.create_flow_run(
                 sweep_onnx,
                 name=name,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 from uuid import UUID
 
+from onward.flows.configuration import prefect_client
 from onward.flows.deploying.deployment_limits import Limits, limits_of, record
 from onward.flows.deploying.deployments import FLOW
 from onward.flows.deploying.signed_limits import KEY, refuse_unpublishable
@@ -71,7 +72,6 @@ def deploy(
     execute. Needs a reachable Prefect server. Raises RuntimeUnavailable when the server has no work pool for it,
     ConfigError for an invalid `cron`, for directories that cannot be allowed and for limits that cannot be stored.
     """
-    from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentUpdate
     from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
     from prefect.deployments.runner import RunnerDeployment
@@ -114,7 +114,7 @@ def deploy(
     )
     deployment_id = str(cast(RunnerDeployment, deployment).apply())
     form = short_form(train_onnx.parameters.model_dump(exclude_unset=True), parameters)
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         client.update_deployment(UUID(deployment_id), DeploymentUpdate(parameter_openapi_schema=form))
     record(deployment_id, limits)
     return deployment_id, limits
@@ -122,10 +122,9 @@ def deploy(
 
 def _id_of(name: str) -> str:
     """Return the id of the deployment of that name; "" if there is none yet."""
-    from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         try:
             return str(client.read_deployment_by_name(f"{FLOW}/{name}").id)
         except ObjectNotFound:
@@ -137,9 +136,7 @@ def _job_variables(place: Place) -> dict[str, Any]:
 
     Raises RuntimeUnavailable unless the pool exists, which its first worker makes, and is closed.
     """
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         pool = pool_of(client, place.pool)
         if pool is None:
             make = f"prefect work-pool create {place.pool} --type process --base-job-template {template_file()}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
-
+from onward.flows.configuration import prefect_client
 from onward.flows.deploying.deployment_limits import forget
 from onward.trainer.errors import ConfigError
+from onward.trainer.run.record_base import Record
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 FLOW = "train-onnx"
 
 
-class DeploymentFacts(BaseModel):
+class DeploymentFacts(Record):
     """A deployment, and the newest of its runs."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     deployment_id: str
@@ -42,10 +40,9 @@ class DeploymentFacts(BaseModel):
 
 def deployments() -> list[DeploymentFacts]:
     """Return all deployments of the flow, by name. Needs a reachable Prefect server."""
-    from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowFilter
 
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         flows = FlowFilter.model_validate({"name": {"any_": [FLOW]}})
         found: list[DeploymentResponse] = []
         while page := client.read_deployments(flow_filter=flows, limit=200, offset=len(found)):
@@ -58,9 +55,7 @@ def delete(name: str) -> DeploymentFacts:
 
     Its finished runs stay, and a run that has begun goes on. Raises ConfigError for an unknown name.
     """
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         found = _named(client, name)
         facts = _facts(client, found)
         # the facts are read before: afterwards there is nothing left to ask
@@ -72,17 +67,13 @@ def delete(name: str) -> DeploymentFacts:
 
 def run_now(name: str) -> str:
     """Start a run of a deployment, paused or not; return its id. Raises ConfigError for an unknown name."""
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         return str(client.create_flow_run_from_deployment(_named(client, name).id).id)
 
 
 def set_paused(name: str, *, paused: bool) -> DeploymentFacts:
     """Stop the schedules of a deployment, or start them again. A run that has begun goes on."""
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         found = _named(client, name)
         if paused:
             client.pause_deployment(found.id)
@@ -122,7 +113,8 @@ def _facts(client: SyncPrefectClient, found: DeploymentResponse) -> DeploymentFa
         *("RUNNING", "COMPLETED", "FAILED", "CANCELLED", "CANCELLING", "CRASHED", "PAUSED"),
         sort=FlowRunSort.START_TIME_DESC,
     )
-    begun = [run for run in begun if _has_run(run)]
+    # one that was skipped while it waited has an end, and never began
+    begun = [run for run in begun if run.start_time and run.run_count]
     paused = found.paused
     # each schedule has a switch of its own, and with all of them off nothing begins by itself either
     if found.schedules and not any(schedule.active for schedule in found.schedules):
@@ -143,11 +135,6 @@ def _facts(client: SyncPrefectClient, found: DeploymentResponse) -> DeploymentFa
     last = begun[0]
     began_at = _iso(last.start_time) if last.start_time else ""
     return facts.model_copy(update={"last_run": str(last.id), "last_state": last.state_name or "", "last_at": began_at})
-
-
-def _has_run(run: FlowRun) -> bool:
-    """Return whether a run has begun; one that was skipped while it waited has an end, and never began."""
-    return bool(run.start_time and run.run_count)
 
 
 def _when(schedule: DeploymentSchedule) -> str:

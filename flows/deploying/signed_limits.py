@@ -9,11 +9,13 @@ the limits of another deployment do not count. The key is in the environment of 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 from typing import Any
 
+from onward.flows.configuration import prefect_client
 from onward.trainer.errors import ConfigError
 
 KEY = "ONWARD_DEPLOY_KEY"
@@ -43,11 +45,10 @@ def publish_limits(deployment_id: str, limits: str) -> None:
     """Store the limits of a deployment in Prefect, if there is a key. Call `refuse_unpublishable` first."""
     if not (key := _key()):
         return
-    from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 
     value: Any = {"limits": limits, "signature": _signature(key, deployment_id, limits)}
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         name = _name(deployment_id)
         if client.read_variable_by_name(name):
             client.update_variable(VariableUpdate(name=name, value=value))
@@ -76,21 +77,15 @@ def published_limits(deployment_id: str) -> str:
 
 def withdraw_limits(deployment_id: str) -> None:
     """Delete the limits of a deployment that is deleted, for which nobody needs the key."""
-    from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 
-    with get_client(sync_client=True) as client:
-        try:
-            client.delete_variable_by_name(_name(deployment_id))
-        except ObjectNotFound:
-            return
+    with prefect_client() as client, contextlib.suppress(ObjectNotFound):
+        client.delete_variable_by_name(_name(deployment_id))
 
 
 def _stored(deployment_id: str) -> Any:
     """Return what Prefect has in place of the limits of a deployment, signed or not; None if it has nothing."""
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         found = client.read_variable_by_name(_name(deployment_id))
     return found and found.value
 

@@ -14,6 +14,7 @@ import shlex
 import socket
 import sys
 
+from onward.flows.configuration import prefect_client
 from onward.infra.servers.login import keep_from_others
 from onward.infra.servers.service_definitions import CLIENT_SETTINGS, POOL
 from onward.trainer.errors import OnwardError
@@ -30,11 +31,9 @@ def work() -> None:
     for name, value in CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ["ONWARD_HOME"] = str(onward_home())  # its runs look there for what they may use
-    from prefect.client.orchestration import get_client
-
     from onward.flows.deploying.work_pool import prepare_pool
 
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         # the command replaces Prefect's own only on Onward's server: another one may have workers of other machines
         prepare_pool(client, shlex.join([sys.executable, "-m", "onward.flows.deploying.worker", RUN]) if is_own else "")
     # Without --limit: with it, Prefect's worker exits when a run that is still running is scheduled again.

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from onward.flows.configuration import prefect_client
 from onward.flows.machine.machine_findings import Finding
 from onward.infra.job.hosts import read_hostfile
 from onward.infra.servers import services
@@ -81,11 +82,9 @@ def work_pool() -> Iterator[Finding]:
 
     try:
         with prefect_server(start=False):
-            from prefect.client.orchestration import get_client
-
             from onward.flows.deploying.work_pool import problem_of_pool
 
-            with get_client(sync_client=True) as client:
+            with prefect_client() as client:
                 problem = problem_of_pool(client)
     except RuntimeUnavailable:
         return  # without a server or a worker, which the servers' own check reports

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 from prefect import runtime
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
-from prefect.states import Cancelling
+from prefect.states import Cancelled, Cancelling
 
+from onward.flows.configuration import prefect_client
 from onward.flows.deploying.deployment_limits import waits_for_all
 from onward.flows.run_state.runs import how_to_continue
 from onward.flows.running.flow_guard import SIGNALLED
@@ -174,7 +174,7 @@ class StopRequest:
 
     def _stops(self) -> bool:
         """Let the run stop if it is cancelled or suspended; return whether that was done."""
-        with get_client(sync_client=True) as client:
+        with prefect_client() as client:
             # one connection for all looks of this turn
             found = [(each, state) for each in self._flow_runs if (state := client.read_flow_run(each).state)]
             suspended = [each for each, state in found if is_suspended(state)]
@@ -251,18 +251,14 @@ def reason(newer: FlowRun) -> str:
     return f"skipped: it waited for another run of its deployment, and the run scheduled for {at} takes its place"
 
 
-def cancel_superseded(deployment_id: UUID) -> int:
-    """Cancel the waiting runs of a deployment that a newer one supersedes; return their number."""
-    from prefect.states import Cancelled
-
-    found = superseded(_waiting(deployment_id))
-    with get_client(sync_client=True) as client:
-        for run, newer in found:
+def cancel_superseded(deployment_id: UUID) -> None:
+    """Cancel the waiting runs of a deployment that a newer one supersedes."""
+    with prefect_client() as client:
+        for run, newer in superseded(_waiting(deployment_id)):
             state = client.read_flow_run(run.id).state
             if state is not None and state.is_scheduled():  # it may have begun meanwhile
                 cancelled: object = Cancelled(message=reason(newer))
                 client.set_flow_run_state(run.id, cancelled)  # type: ignore[arg-type]
-    return len(found)
 
 
 def _waiting(deployment_id: UUID) -> Sequence[FlowRun]:
@@ -271,7 +267,7 @@ def _waiting(deployment_id: UUID) -> Sequence[FlowRun]:
 
     now = datetime.datetime.now(datetime.UTC).isoformat()
     asked = {"state": {"type": {"any_": ["SCHEDULED"]}}, "expected_start_time": {"before_": now}}
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         found = client.read_flow_runs(
             deployment_filter=DeploymentFilter.model_validate({"id": {"any_": [str(deployment_id)]}}),
             flow_run_filter=FlowRunFilter.model_validate(asked),

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from onward.flows.configuration import prefect_client
 from onward.flows.run_state.runs import end_mlflow_run, how_to_continue, is_running, run_directory_of
 from onward.infra.job.process_identity import is_gone, this_process
 from onward.infra.mlflow.tracking import Status
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from onward.flows.running.named_run import NamedRun
 
+FLOWS = ("train-onnx", "sweep-onnx")
 CREATOR = "onward.process"
 """The entry of a flow run's context with the process that has created it."""
 log = logging.getLogger(__name__)
@@ -80,7 +82,7 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
         except services.ServiceError as error:
             raise RuntimeUnavailable(str(error)) from None
         # both libraries read the environment, and ranks inherit it
-        before = dict(os.environ)
+        before = {name: os.environ[name] for name in environment if name in os.environ}
         os.environ.update(environment)
         keep_from_others(environment["PREFECT_API_URL"], os.environ.get("PREFECT_API_AUTH_STRING", ""))
         # Prefect reads the environment again, if it was imported before: a script may call `onward.run` twice
@@ -104,7 +106,7 @@ def prefect_server(*, start: bool = True, own: bool = False) -> Iterator[str]:
             # Else PREFECT_API_URL would name Onward's own server, which ends, as the one that the user configured.
             for name in environment:
                 os.environ.pop(name)
-                os.environ.update({name: before[name]} if name in before else {})
+            os.environ.update(before)
 
 
 def create_flow_run(
@@ -117,13 +119,12 @@ def create_flow_run(
     on the command line, in place of the configuration's with a number. asked_ms: when somebody asked for the run,
     in milliseconds since 1970.
     """
-    from prefect.client.orchestration import get_client
     from prefect.states import Pending
 
     from onward.flows.train_onnx import train_onnx
 
     mark_orphaned_runs_crashed()
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         flow_run = client.create_flow_run(
             train_onnx,
             name=config.name,
@@ -137,7 +138,7 @@ def create_flow_run(
         # the name needs the id of the flow run, which Prefect gives it only now
         wanted = {"wanted": named.name, "instead_of": named.instead_of} if named else {}
         name = name_of(run, config.name, **wanted)
-        with get_client(sync_client=True) as client:
+        with prefect_client() as client:
             client.update_flow_run(flow_run.id, name=name)
         enter_phase(run, "start", at_ms=asked_ms)
     except BaseException as error:  # a signal, or no name: Prefect would show a run that never begins
@@ -151,11 +152,10 @@ def close_flow_run(flow_run: FlowRun, error: BaseException) -> None:
 
     That is an error between its creation and its first task, or a signal outside of the flow's own handler.
     """
-    from prefect.client.orchestration import get_client
     from prefect.states import Cancelled, Failed
 
     asked = isinstance(error, KeyboardInterrupt | SystemExit)
-    with contextlib.suppress(Exception), get_client(sync_client=True) as client:  # the error itself must be shown
+    with contextlib.suppress(Exception), prefect_client() as client:  # the error itself must be shown
         state = client.read_flow_run(flow_run.id).state
         is_open = state is None or not state.is_final()
         # Prefect takes a signal for a crash; that the user has asked for it makes the run Cancelled
@@ -172,16 +172,15 @@ def mark_orphaned_runs_crashed() -> None:
     When a flow's process is killed, or the machine loses power, Prefect goes on showing the run as running, and the
     run uses up its deployment's concurrency limit of 1. A run that was killed before it began is shown as pending.
     """
-    from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
     from prefect.client.schemas.responses import SetStateStatus
 
     types = ["PENDING", "RUNNING", "CANCELLING"]
     running = {"state": {"type": {"any_": types}}}
     started_before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=10)
-    with get_client(sync_client=True) as client:
+    with prefect_client() as client:
         shown = client.read_flow_runs(
-            flow_filter=FlowFilter.model_validate({"name": {"any_": ["train-onnx", "sweep-onnx"]}}),
+            flow_filter=FlowFilter.model_validate({"name": {"any_": FLOWS}}),
             flow_run_filter=FlowRunFilter.model_validate(running),
         )
         orphans = []

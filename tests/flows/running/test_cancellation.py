@@ -52,7 +52,7 @@ def show(monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
 
     def show(state: State[object]) -> None:
         server = FakeServer(state)
-        monkeypatch.setattr(cancellation, "get_client", lambda sync_client: server)
+        monkeypatch.setattr(cancellation, "prefect_client", lambda: server)
 
     monkeypatch.setattr(cancellation, "prefect_answers", lambda: True)
     monkeypatch.setattr(cancellation, "PERIOD_S", 0.05)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onward.flows.configuration import prefect_client
+from onward.flows.running.local_run import FLOWS, prefect_server
 from onward.infra.servers.databases import named_database
 from onward.trainer.run.directory import onward_home
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
     from prefect.client.schemas.responses import DeploymentResponse
 
-FLOWS = ("train-onnx", "sweep-onnx")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 PAGE = 200
 """Prefect's limit of records per call."""
@@ -44,13 +45,8 @@ def own_prefect(kinds: Collection[str]) -> Iterator[SyncPrefectClient | None]:
     if not has_records or not {"run", "prefect"} & set(kinds):
         yield None
         return
-    from onward.flows.running.local_run import prefect_server
-
-    with prefect_server(own=True):
-        from prefect.client.orchestration import get_client
-
-        with get_client(sync_client=True) as client:
-            yield client
+    with prefect_server(own=True), prefect_client() as client:
+        yield client
 
 
 def deployments(client: SyncPrefectClient | None) -> dict[str, str]:
@@ -61,12 +57,10 @@ def deployments(client: SyncPrefectClient | None) -> dict[str, str]:
     return {f"deployment {each.name}": json.dumps(each.parameters) for each in found}
 
 
-def old_flow_runs(
-    client: SyncPrefectClient, before: datetime.datetime, *, is_kept: Callable[[str], bool]
-) -> list[UUID]:
-    """Return the ids of Onward's flow runs that have ended before a time.
+def old_flow_runs(client: SyncPrefectClient, days: float, doomed: Collection[str]) -> list[UUID]:
+    """Return the ids of Onward's flow runs that ended so many days ago, and whose run or sweep is not there or goes.
 
-    is_kept: whether the run or sweep with this id stays.
+    doomed: the directories of the runs that go.
     """
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 
@@ -76,11 +70,14 @@ def old_flow_runs(
     # Prefect gives a page at a time, and an empty one behind the last
     while page := client.read_flow_runs(flow_filter=flows, flow_run_filter=ended, limit=PAGE, offset=len(runs)):
         runs += page
+    before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=days)
     old = []
     for run in runs:
-        is_old = run.updated is not None and run.updated < before
+        if run.updated is None or run.updated >= before:
+            continue
         # the directory has the name of the run that it resumed, of its sweep, or its own id
-        directory = run.parameters.get("sweep") or run.parameters.get("resume") or run.id
-        if is_old and not is_kept(str(directory)):
+        name = str(run.parameters.get("sweep") or run.parameters.get("resume") or run.id)
+        exists = any((onward_home() / folder / name).is_dir() for folder in ("runs", "sweeps"))
+        if name in doomed or not exists:
             old.append(run.id)
     return old

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -98,17 +97,6 @@ def _item(kind: Kind, path: Path, why: str) -> Item:
     return Item(kind=kind, name=str(path), bytes=size_of(path), why=why)
 
 
-def cutoff(rules: Rules) -> datetime.datetime:
-    """Return the time before which records are old."""
-    return datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=rules.days)
-
-
-def keeps(doomed: set[str], name: str) -> bool:
-    """Return whether a run or sweep with this name is there, and stays."""
-    exists = any((onward_home() / folder / name).is_dir() for folder in ("runs", "sweeps"))
-    return exists and name not in doomed
-
-
 def lost_records(store: str, doomed: set[str]) -> tuple[CheckpointRecords, list[CheckpointRecord]]:
     """Return the records of checkpoints of this home that are gone or go with their runs. Raises TrackingError."""
     runs = onward_home() / "runs"
@@ -181,6 +169,5 @@ def _mlflow(facts: Facts, doomed: set[str], kept: list[Kept]) -> Iterator[Item]:
 
 def _prefect(prefect: SyncPrefectClient, rules: Rules, doomed: set[str]) -> Iterator[Item]:
     """Yield the flow runs of Onward's own Prefect server."""
-    old = old_flow_runs(prefect, cutoff(rules), is_kept=lambda name: keeps(doomed, name))
-    if old:
+    if old := old_flow_runs(prefect, rules.days, doomed):
         yield Item(kind="prefect", name=str(database()), bytes=0, why=f"{len(old)} flow runs")

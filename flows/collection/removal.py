@@ -14,9 +14,7 @@ from onward.flows.collection.found import (
     Item,
     Kept,
     Kind,
-    cutoff,
     find,
-    keeps,
     lost_records,
     runs_of_home,
 )
@@ -78,7 +76,7 @@ def _remove(
         records.delete(lost)
         return "", 0
     assert prefect is not None
-    for flow_run in old_flow_runs(prefect, cutoff(rules), is_kept=lambda name: keeps(doomed, name)):
+    for flow_run in old_flow_runs(prefect, rules.days, doomed):
         prefect.delete_flow_run(flow_run)
     return "", 0
 

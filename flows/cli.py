@@ -7,14 +7,13 @@ the error's exit status (onward.trainer.errors); Ctrl-C with 130; any other erro
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import inspect
 import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn
 
 import typer
@@ -173,13 +172,9 @@ for name, each in DEPLOYMENTS.items():
 
 
 def main() -> None:
-    """Run a command, whose output is escaped (terminal.py)."""
-    with escaped_output():
-        _run()
+    """Run a command, whose output is escaped (terminal.py).
 
-
-def _run() -> None:
-    """Run a command. Print an error on stderr: a heading, a line for each problem, what to do; exit with its status.
+    Print an error on stderr: a heading, a line for each problem, what to do; exit with its status.
 
     The traceback of an error that nobody has foreseen goes into a file: it would hide the line that explains the error.
     With --debug, which every command takes, the traceback of any error is printed.
@@ -188,23 +183,15 @@ def _run() -> None:
     atexit.register(gc.freeze)
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
-    try:
-        with _printed_traceback() if debug else contextlib.nullcontext():
+    with escaped_output():
+        try:
             app()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        _exit_with(_own_error(error))
-
-
-@contextlib.contextmanager
-def _printed_traceback() -> Iterator[None]:
-    """Print the traceback of an error that leaves the block."""
-    try:
-        yield
-    except Exception:
-        traceback.print_exc()
-        raise
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            _exit_with(_own_error(error))
 
 
 def _own_error(error: Exception) -> OnwardError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-import typer
+from typer import Option
 
 from onward.flows.commands.common import Days, Json, print_json
 from onward.trainer.errors import ConfigError
@@ -15,19 +15,17 @@ if TYPE_CHECKING:
 
 def gc(
     days: Days = 30.0,
-    keep: Annotated[
-        int, typer.Option(min=0, max=1_000_000, help="Keep this many of the newest runs in any case.")
-    ] = 10,
+    keep: Annotated[int, Option(min=0, max=1_000_000, help="Keep this many of the newest runs in any case.")] = 10,
     states: Annotated[
-        str, typer.Option(help="Runs of which states may go: exported, trained, stopped, failed, interrupted, damaged.")
+        str, Option(help="Runs of which states may go: exported, trained, stopped, failed, interrupted, damaged.")
     ] = "exported,failed",
     resumable: Annotated[
-        bool, typer.Option("--resumable", help="Also runs of these states that `onward resume` could continue.")
+        bool, Option("--resumable", help="Also runs of these states that `onward resume` could continue.")
     ] = False,
     what: Annotated[
-        str, typer.Option(help="Kinds to remove: run, shards, checkpoint (a damaged one), mlflow, prefect, temporary.")
+        str, Option(help="Kinds to remove: run, shards, checkpoint (a damaged one), mlflow, prefect, temporary.")
     ] = "run,shards,checkpoint,mlflow,prefect,temporary",
-    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only list what would be removed.")] = False,
+    yes: Annotated[bool, Option("--yes", help="Remove; without it, only list what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show old runs, shards and records that nothing needs any more, and remove them with --yes.

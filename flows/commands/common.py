@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from onward.flows.examples import MODELS
@@ -20,45 +20,42 @@ MAX_SEED = 2**32 - 1
 
 Days = Annotated[
     float,
-    typer.Option(min=0.0, max=36_500.0, help="Keep what was changed or used in this many days."),
+    Option(min=0.0, max=36_500.0, help="Keep what was changed or used in this many days."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and everything else on stderr.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object on stdout, and everything else on stderr.")]
 ConfigFile = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="CONFIG",
         help="The TOML file of the run, for example digits.toml, of which more may follow; or the name of an example: "
         f"{' or '.join(sorted(MODELS))}.",
-        show_default=False,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
+    Argument(
         metavar="[CONFIG...] SECTION.KEY=VALUE",
         help="Further TOML files, of which later ones win; and settings that replace those of all files, each a line "
         "of TOML, for example train.num_epochs=2.",
-        show_default=False,
     ),
 ]
 Boxes = Annotated[
     Path | None,
-    typer.Option(help="Object detection: a .json of COCO, or a folder of YOLO's .txt or Pascal VOC's .xml files."),
+    Option(help="Object detection: a .json of COCO, or a folder of YOLO's .txt or Pascal VOC's .xml files."),
 ]
 Profile = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Also take the tables profiles.NAME of the files.", show_default=False),
+    Option(metavar="NAME", help="Also take the tables profiles.NAME of the files."),
 ]
 StopOverrides = Annotated[
     list[str] | None,
-    typer.Argument(
+    Argument(
         metavar="STOP.KEY=VALUE",
         help="Settings of the table stop that replace those of the run, for example stop.max_hours=16.",
-        show_default=False,
     ),
 ]
-ModelFile = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="The ONNX file to inspect.", show_default=False)]
-All = Annotated[bool, typer.Option("--all", help="Print every row; long tables are shortened otherwise.")]
+ModelFile = Annotated[Path, Argument(metavar="MODEL.onnx", help="The ONNX file to inspect.")]
+All = Annotated[bool, Option("--all", help="Print every row; long tables are shortened otherwise.")]
 
 
 class SettingsCommand(TyperCommand):
@@ -109,16 +106,14 @@ def names_of_runs(incomplete: str) -> list[str]:
 
 RunName = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="RUN",
         autocompletion=names_of_runs,
         help="The run: its name, such as digits-14; that of its configuration, for the newest of it; the end of its "
         "id; its directory; or last for the newest of all.",
     ),
 ]
-Output = Annotated[
-    Path, typer.Option("--output", "-o", help="The ONNX file to write, for example model.onnx.", show_default=False)
-]
+Output = Annotated[Path, Option("--output", "-o", help="The ONNX file to write, for example model.onnx.")]
 
 
 def layers_of(config: str, words: list[str] | None) -> tuple[list[str], list[str]]:

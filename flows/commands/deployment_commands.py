@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument
 
 from onward.flows import api
 from onward.flows.commands.common import Json, print_facts, print_json
@@ -14,7 +14,7 @@ from onward.flows.commands.common import Json, print_facts, print_json
 if TYPE_CHECKING:
     from onward.flows.deploying.deployments import DeploymentFacts
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The deployment, as `onward deploy --name` has named it.")]
+Name = Annotated[str, Argument(metavar="NAME", help="The deployment, as `onward deploy --name` has named it.")]
 
 
 def listed(as_json: Json = False) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from onward.flows import api, model_api
 from onward.flows.commands.common import (
@@ -26,28 +26,23 @@ from onward.trainer.run.machine.quick_imports import quick_imports
 def doctor(
     model: Annotated[
         Path | None,
-        typer.Argument(
+        Argument(
             metavar="MODEL.onnx|CONFIG",
             help="The ONNX file, or a run's TOML file. Without one this machine is examined.",
-            show_default=False,
         ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Argument(
-            metavar="DATA", help="Labelled data to try preprocessings on, as data.source.", show_default=False
-        ),
+        Argument(metavar="DATA", help="Labelled data to try preprocessings on, as data.source."),
     ] = None,
     overrides: Overrides = None,
-    label: Annotated[str, typer.Option(help="The column of labels; short for data.label=NAME.")] = "",
-    rows: Annotated[int, typer.Option(help="Rows of the data to try preprocessings on.", min=2, max=1_000_000)] = 300,
+    label: Annotated[str, Option(help="The column of labels; short for data.label=NAME.")] = "",
+    rows: Annotated[int, Option(help="Rows of the data to try preprocessings on.", min=2, max=1_000_000)] = 300,
     converters: Annotated[
         list[Path] | None,
-        typer.Option(help="A Python file with your own operator rules, as in model.converters. Repeatable."),
+        Option(help="A Python file with your own operator rules, as in model.converters. Repeatable."),
     ] = None,
-    hostfile: Annotated[
-        str, typer.Option(help="Without MODEL: also examine the hosts of this MPI hostfile.", show_default=False)
-    ] = "",
+    hostfile: Annotated[str, Option(help="Without MODEL: also examine the hosts of this MPI hostfile.")] = "",
     everything: All = False,
     as_json: Json = False,
 ) -> None:
@@ -84,11 +79,11 @@ def doctor(
     else:
         show_diagnosis(found, everything=everything)
     if not found.importable or not found.runtime.valid:
-        raise typer.Exit(2)
+        raise Exit(2)
 
 
 def _examine(hostfile: str, *, others: list[str], as_json: bool) -> None:
-    """Examine the machine; raises typer.Exit with the status of a machine that cannot run it."""
+    """Examine the machine; raises Exit with the status of a machine that cannot run it."""
     from onward.flows.shown.inspection_report import show_machine
 
     if others:
@@ -99,16 +94,14 @@ def _examine(hostfile: str, *, others: list[str], as_json: bool) -> None:
     else:
         show_machine(found)
     if found.problems:
-        raise typer.Exit(RuntimeUnavailable.exit_code)
+        raise Exit(RuntimeUnavailable.exit_code)
 
 
 def config(
     config: ConfigFile,
     overrides: Overrides = None,
     profile: Profile = "",
-    changed: Annotated[
-        bool, typer.Option("--changed", help="Only the settings that differ from the defaults.")
-    ] = False,
+    changed: Annotated[bool, Option("--changed", help="Only the settings that differ from the defaults.")] = False,
     as_json: Json = False,
 ) -> None:
     """Print the resolved configuration with the meaning and the origin of every setting.
@@ -136,22 +129,20 @@ def plan(
     overrides: Overrides = None,
     profile: Profile = "",
     measure: Annotated[
-        bool, typer.Option("--measure", help="Train some steps on the ranks, and keep how long they took.")
+        bool, Option("--measure", help="Train some steps on the ranks, and keep how long they took.")
     ] = False,
-    steps: Annotated[int, typer.Option(help="How many steps --measure measures.", min=1, max=100_000)] = 10,
+    steps: Annotated[int, Option(help="How many steps --measure measures.", min=1, max=100_000)] = 10,
     device: Annotated[
-        str, typer.Option(metavar="GPU", help="Plan for a GPU by its name, such as H100, that may be elsewhere.")
+        str, Option(metavar="GPU", help="Plan for a GPU by its name, such as H100, that may be elsewhere.")
     ] = "",
-    hosts: Annotated[str, typer.Option(metavar="HxG", help="Hosts x GPUs of each, such as 8x8.")] = "",
+    hosts: Annotated[str, Option(metavar="HxG", help="Hosts x GPUs of each, such as 8x8.")] = "",
     network: Annotated[
-        str, typer.Option(metavar="RATE", help="From one GPU to another host, such as 50GB/s or 400Gbit/s.")
+        str, Option(metavar="RATE", help="From one GPU to another host, such as 50GB/s or 400Gbit/s.")
     ] = "",
-    latency: Annotated[str, typer.Option(metavar="TIME", help="Of a message to another host, such as 5us.")] = "",
-    storage: Annotated[
-        str, typer.Option(metavar="RATE", help="At which all ranks write a checkpoint, such as 2GB/s.")
-    ] = "",
+    latency: Annotated[str, Option(metavar="TIME", help="Of a message to another host, such as 5us.")] = "",
+    storage: Annotated[str, Option(metavar="RATE", help="At which all ranks write a checkpoint, such as 2GB/s.")] = "",
     failures_every: Annotated[
-        str, typer.Option(metavar="TIME", help="Mean time between failures, such as 6h: what they cost.")
+        str, Option(metavar="TIME", help="Mean time between failures, such as 6h: what they cost.")
     ] = "",
     everything: All = False,
     as_json: Json = False,
@@ -189,8 +180,8 @@ def plan(
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A.onnx", help="The first file.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B.onnx", help="The second file.", show_default=False)],
+    a: Annotated[Path, Argument(metavar="A.onnx", help="The first file.")],
+    b: Annotated[Path, Argument(metavar="B.onnx", help="The second file.")],
     everything: All = False,
     as_json: Json = False,
 ) -> None:
@@ -203,4 +194,4 @@ def diff(
     else:
         show_difference(found, everything=everything)
     if not found.same:
-        raise typer.Exit(1)
+        raise Exit(1)

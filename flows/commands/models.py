@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from onward.flows import api
 from onward.flows.commands.common import MAX_SEED, Json, Output, print_facts, print_json
@@ -26,25 +26,24 @@ VariantKind = StrEnum(
 def export(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="CHECKPOINT_OR_RUN",
             help="A checkpoint directory, a bundle, or a run as in `onward status`, for example last.",
-            show_default=False,
         ),
     ],
     output: Output,
     variant: Annotated[
         list[VariantKind] | None,
-        typer.Option(
+        Option(
             help="Also write this variant, if its accuracy is within export.variant_tolerance. `training`: loss, "
             "gradients and update as ONNX graphs. Repeatable."
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Also replace files that no export has written, or that were changed.")
+        bool, Option("--overwrite", help="Also replace files that no export has written, or that were changed.")
     ] = False,
     run_code: Annotated[
-        bool, typer.Option("--run-code", help="Accept a bundle with Python code, which runs with your rights.")
+        bool, Option("--run-code", help="Accept a bundle with Python code, which runs with your rights.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -88,15 +87,12 @@ def export(
 def bundle(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="CHECKPOINT_OR_RUN",
             help="A checkpoint directory, or a run as in `onward status`, for example last.",
-            show_default=False,
         ),
     ],
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The file to write, for example digits.bundle.", show_default=False)
-    ],
+    file: Annotated[Path, Argument(metavar="FILE", help="The file to write, for example digits.bundle.")],
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint with everything that its export needs into one file.
@@ -114,13 +110,11 @@ def bundle(
 
 
 def promote(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The registered model.", show_default=False)],
-    version: Annotated[
-        str, typer.Argument(metavar="VERSION", help="The number of the version, or `latest`.", show_default=False)
-    ],
-    alias: Annotated[str, typer.Option(help="The alias that moves.")] = "champion",
+    name: Annotated[str, Argument(metavar="NAME", help="The registered model.")],
+    version: Annotated[str, Argument(metavar="VERSION", help="The number of the version, or `latest`.")],
+    alias: Annotated[str, Option(help="The alias that moves.")] = "champion",
     tracking_uri: Annotated[
-        str, typer.Option(help="The MLflow store; default: MLFLOW_TRACKING_URI, else Onward's own.", show_default=False)
+        str, Option(help="The MLflow store; default: MLFLOW_TRACKING_URI, else Onward's own.")
     ] = "",
     as_json: Json = False,
 ) -> None:
@@ -136,11 +130,11 @@ def promote(
 def example(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="The example; without it they are listed.", show_default=False),
+        Argument(metavar="NAME", help="The example; without it they are listed."),
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="FOLDER", help="The folder to make; without it the example's name.", show_default=False),
+        Argument(metavar="FOLDER", help="The folder to make; without it the example's name."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -159,17 +153,15 @@ def example(
     print_facts({"config": str(config), "to_train_it": f"onward run {shlex.quote(str(config))}"}, as_json=as_json)
 
 
-Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the initial weights.")]
+Seed = Annotated[int, Option(min=0, max=MAX_SEED, help="Seed of the initial weights.")]
 
 
 def squeezenet(
     output: Output,
-    num_classes: Annotated[int, typer.Option(min=1, max=10_000_000, help="Number of classes of the output.")] = 1000,
-    image_size: Annotated[
-        int, typer.Option(min=17, max=65_536, help="Height and width of the images, in pixels.")
-    ] = 224,
-    channels: Annotated[int, typer.Option(min=1, max=65_536, help="Channels of the images.")] = 3,
-    dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Dropout ratio before the last layer.")] = 0.5,
+    num_classes: Annotated[int, Option(min=1, max=10_000_000, help="Number of classes of the output.")] = 1000,
+    image_size: Annotated[int, Option(min=17, max=65_536, help="Height and width of the images, in pixels.")] = 224,
+    channels: Annotated[int, Option(min=1, max=65_536, help="Channels of the images.")] = 3,
+    dropout: Annotated[float, Option(min=0.0, max=1.0, help="Dropout ratio before the last layer.")] = 0.5,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -186,12 +178,12 @@ def squeezenet(
 
 def gpt2(
     output: Output,
-    vocab_size: Annotated[int, typer.Option(min=2, max=10_000_000, help="Number of tokens; 256 for bytes.")] = 50257,
-    sequence_length: Annotated[int, typer.Option(min=1, max=10_000_000, help="Tokens of the longest sequence.")] = 1024,
-    num_layers: Annotated[int, typer.Option(min=1, max=10_000, help="Number of transformer blocks.")] = 12,
-    num_heads: Annotated[int, typer.Option(min=1, max=65_536, help="Attention heads of each block.")] = 12,
-    width: Annotated[int, typer.Option(min=1, max=65_536, help="Width of the hidden state.")] = 768,
-    dropout: Annotated[float, typer.Option(min=0.0, max=1.0, help="Dropout ratio.")] = 0.1,
+    vocab_size: Annotated[int, Option(min=2, max=10_000_000, help="Number of tokens; 256 for bytes.")] = 50257,
+    sequence_length: Annotated[int, Option(min=1, max=10_000_000, help="Tokens of the longest sequence.")] = 1024,
+    num_layers: Annotated[int, Option(min=1, max=10_000, help="Number of transformer blocks.")] = 12,
+    num_heads: Annotated[int, Option(min=1, max=65_536, help="Attention heads of each block.")] = 12,
+    width: Annotated[int, Option(min=1, max=65_536, help="Width of the hidden state.")] = 768,
+    dropout: Annotated[float, Option(min=0.0, max=1.0, help="Dropout ratio.")] = 0.1,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from onward.flows import predict as api
 from onward.flows.commands.common import Boxes, Json, print_facts, print_json, with_boxes
@@ -17,33 +17,30 @@ SHOWN_ROWS = 20
 
 Source = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="FILE|RUN|MODEL",
         help="An exported ONNX file, a run as in `onward status`, for example last, or models:/NAME@ALIAS.",
-        show_default=False,
     ),
 ]
 Data = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="DATA",
         help="A table (CSV, Parquet, JSON lines), a folder or a file of images, audio or texts, or a glob.",
-        show_default=False,
     ),
 ]
 Inputs = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--input",
         metavar="INPUT=COLUMN,...",
         help="Of a file without preprocessing.json: the columns that are stacked to an input. Repeatable.",
-        show_default=False,
     ),
 ]
 BatchSize = Annotated[
-    int, typer.Option(min=0, max=1_000_000, help="Rows at a time; 0 = 32 images or texts, 1024 rows of numbers.")
+    int, Option(min=0, max=1_000_000, help="Rows at a time; 0 = 32 images or texts, 1024 rows of numbers.")
 ]
-OnBadRows = Annotated[api.BadRows, typer.Option(help="Fail with all rows that cannot be read, or skip them.")]
+OnBadRows = Annotated[api.BadRows, Option(help="Fail with all rows that cannot be read, or skip them.")]
 
 
 def predict(
@@ -51,24 +48,23 @@ def predict(
     data: Data,
     output: Annotated[
         str,
-        typer.Option(
+        Option(
             "--output",
             "-o",
             help="The file to write: .csv, .parquet, .npz with the outputs of the file as they are, or .json with "
             "boxes of COCO. A folder, whose name ends in /, gets masks as PNG files.",
-            show_default=False,
         ),
     ] = "",
     top: Annotated[
         int,
-        typer.Option(
+        Option(
             min=0, max=1000, help="Give the best so many classes, not the probability of each; or boxes of an image."
         ),
     ] = 0,
     inputs: Inputs = None,
     batch_size: BatchSize = 0,
     bad_rows: OnBadRows = "fail",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if there is one.")] = False,
     as_json: Json = False,
 ) -> None:
     """Predict the class and its probability, numbers or boxes for each row of some data.
@@ -158,10 +154,9 @@ def evaluate(
     data: Data,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="SECTION.KEY=VALUE",
             help="Settings for a file without preprocessing.json, such as data.label=price model.loss=mse.",
-            show_default=False,
         ),
     ] = None,
     boxes: Boxes = None,

@@ -6,25 +6,25 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from onward.flows import first_config
 from onward.flows.commands.common import Boxes, Json, Overrides, print_json, with_boxes
 
 
 def init(
-    model: Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="The ONNX file to train.", show_default=False)],
+    model: Annotated[Path, Argument(metavar="MODEL.onnx", help="The ONNX file to train.")],
     data: Annotated[
         str,
-        typer.Argument(metavar="DATA", help="A file, a folder or a glob, as data.source.", show_default=False),
+        Argument(metavar="DATA", help="A file, a folder or a glob, as data.source."),
     ],
     overrides: Overrides = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The configuration to write.")] = Path("config.toml"),
-    force: Annotated[bool, typer.Option("--force", help="Replace the configuration if there is one.")] = False,
-    no_try: Annotated[bool, typer.Option("--no-try", help="Train no steps as a proof.")] = False,
-    steps: Annotated[int, typer.Option(help="Steps of the proof, for a minute at most.", min=1, max=100_000)] = 20,
+    output: Annotated[Path, Option("--output", "-o", help="The configuration to write.")] = Path("config.toml"),
+    force: Annotated[bool, Option("--force", help="Replace the configuration if there is one.")] = False,
+    no_try: Annotated[bool, Option("--no-try", help="Train no steps as a proof.")] = False,
+    steps: Annotated[int, Option(help="Steps of the proof, for a minute at most.", min=1, max=100_000)] = 20,
     range_test: Annotated[
-        bool, typer.Option("--range-test", help="Find the learning rate by a range test of at most 60 steps.")
+        bool, Option("--range-test", help="Find the learning rate by a range test of at most 60 steps.")
     ] = False,
     boxes: Boxes = None,
     as_json: Json = False,
@@ -52,4 +52,4 @@ def init(
     else:
         show_proposed(found, to_train)
     if found.questions or found.refused:
-        raise typer.Exit(2)
+        raise Exit(2)

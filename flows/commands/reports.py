@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from onward.flows.commands.common import Json, print_facts
 
@@ -13,20 +13,18 @@ from onward.flows.commands.common import Json, print_facts
 def report(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="RUN ...",
             help="Runs, each as in `onward status`; several are compared in one file. Default: last.",
-            show_default=False,
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--output",
             "-o",
             help="The HTML file to write. Default: report.html in the run's directory; of several runs a file under "
             "ONWARD_HOME/reports.",
-            show_default=False,
         ),
     ] = None,
     as_json: Json = False,

@@ -7,7 +7,7 @@ import shlex
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import typer
+from typer import Option
 
 from onward.flows import api
 from onward.flows.commands.common import (
@@ -50,32 +50,29 @@ def deploy(
     config: ConfigFile,
     overrides: Overrides = None,
     profile: Profile = "",
-    name: Annotated[str, typer.Option(help="Name of the deployment, shown as train-onnx/NAME.")] = "default",
-    cron: Annotated[
-        str, typer.Option(help="When to run, as a cron expression, for example '0 2 * * *'.", show_default=False)
-    ] = "",
+    name: Annotated[str, Option(help="Name of the deployment, shown as train-onnx/NAME.")] = "default",
+    cron: Annotated[str, Option(help="When to run, as a cron expression, for example '0 2 * * *'.")] = "",
     interval: Annotated[
         float,
-        typer.Option(min=0.0, max=1e9, help="Seconds between two runs, in place of --cron.", show_default=False),
+        Option(min=0.0, max=1e9, help="Seconds between two runs, in place of --cron.", show_default=False),
     ] = 0.0,
-    timezone: Annotated[str, typer.Option(help="Time zone of --cron, for example Europe/Berlin.")] = "UTC",
+    timezone: Annotated[str, Option(help="Time zone of --cron, for example Europe/Berlin.")] = "UTC",
     allow: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="DIRECTORY",
             help="A directory whose files a run may name in its parameters, besides those of the configuration. "
             "Repeatable.",
-            show_default=False,
         ),
     ] = None,
     all_waiting: Annotated[
-        bool, typer.Option("--all-waiting", help="Start every scheduled run that has waited, not the newest alone.")
+        bool, Option("--all-waiting", help="Start every scheduled run that has waited, not the newest alone.")
     ] = False,
     pool: Annotated[
-        str, typer.Option(help="A work pool of Prefect for its runs: processes, docker or kubernetes.")
+        str, Option(help="A work pool of Prefect for its runs: processes, docker or kubernetes.")
     ] = "onward",
-    queue: Annotated[str, typer.Option(help="A queue of the pool, for example of a kind of GPU.")] = "",
-    image: Annotated[str, typer.Option(help="The image of a docker or kubernetes pool's containers.")] = "",
+    queue: Annotated[str, Option(help="A queue of the pool, for example of a kind of GPU.")] = "",
+    image: Annotated[str, Option(help="The image of a docker or kubernetes pool's containers.")] = "",
     as_json: Json = False,
 ) -> None:
     """Create or replace a Prefect deployment of a configuration.
@@ -96,10 +93,16 @@ def deploy(
         from onward.flows.deploying.deploy import Place
         from onward.flows.deploying.deploy import deploy as make_deployment
 
-        when: dict[str, Any] = {"cron": cron, "interval_s": interval, "timezone": timezone}
         place = Place(pool=pool, queue=queue, image=image)
         deployment_id, limits = make_deployment(
-            resolved, name, **when, allowed=allow or (), all_waiting=all_waiting, place=place
+            resolved,
+            name,
+            cron=cron,
+            interval_s=interval,
+            timezone=timezone,
+            allowed=allow or (),
+            all_waiting=all_waiting,
+            place=place,
         )
     facts: dict[str, Any] = {
         "deployment": f"train-onnx/{name}",

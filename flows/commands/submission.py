@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import typer
+from typer import Option
 
 from onward.flows.commands.common import ConfigFile, Json, Overrides, Profile, layers_of, print_facts
 
@@ -12,27 +12,23 @@ from onward.flows.commands.common import ConfigFile, Json, Overrides, Profile, l
 def submit(
     config: ConfigFile,
     overrides: Overrides = None,
-    name: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the run, by which it is found and continued.", show_default=False)
-    ] = "",
-    on: Annotated[Literal["slurm", "kubernetes"], typer.Option("--on", help="The scheduler.")] = "slurm",
+    name: Annotated[str, Option(metavar="NAME", help="Of the run, by which it is found and continued.")] = "",
+    on: Annotated[Literal["slurm", "kubernetes"], Option("--on", help="The scheduler.")] = "slurm",
     profile: Profile = "",
-    nodes: Annotated[int, typer.Option(min=1, max=100_000, help="Hosts that share the ranks.")] = 1,
+    nodes: Annotated[int, Option(min=1, max=100_000, help="Hosts that share the ranks.")] = 1,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="OPTION", help="Of sbatch, such as time=2:00:00 or partition=gpu. Repeatable.", show_default=False
-        ),
+        Option(metavar="OPTION", help="Of sbatch, such as time=2:00:00 or partition=gpu. Repeatable."),
     ] = None,
     kind: Annotated[
         Literal["job", "trainjob", "mpijob"],
-        typer.Option(help="On Kubernetes: one pod, one pod by Kubeflow Trainer, or --nodes pods with ssh."),
+        Option(help="On Kubernetes: one pod, one pod by Kubeflow Trainer, or --nodes pods with ssh."),
     ] = "job",
-    image: Annotated[str, typer.Option(help="On Kubernetes: the image of the pods.")] = "onward",
+    image: Annotated[str, Option(help="On Kubernetes: the image of the pods.")] = "onward",
     claim: Annotated[
-        str, typer.Option(help="On Kubernetes: the PersistentVolumeClaim that all pods mount at /onward.")
+        str, Option(help="On Kubernetes: the PersistentVolumeClaim that all pods mount at /onward.")
     ] = "onward",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and send nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the script, and send nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Send a run to Slurm, or print it for Kubernetes, as a job that is requeued until it is finished.

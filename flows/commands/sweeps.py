@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from onward.flows.commands.common import MAX_SEED, Json, Profile, layers_of, print_json
 from onward.flows.sweeps import sweep_api as api
@@ -16,39 +16,34 @@ if TYPE_CHECKING:
 def sweep(
     config: Annotated[
         str,
-        typer.Argument(
-            metavar="[CONFIG]", help="The TOML file of the runs, or the name of an example.", show_default=False
-        ),
+        Argument(metavar="[CONFIG]", help="The TOML file of the runs, or the name of an example."),
     ] = "",
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="SECTION.KEY=VALUES",
             help="Settings to try: values with commas between them, or a range log(a, b), uniform(a, b) or int(a, b). "
             "One value is an override for all trials.",
-            show_default=False,
         ),
     ] = None,
     profile: Profile = "",
     trials: Annotated[
-        int, typer.Option(min=0, max=100_000, help="How many trials to make, where a setting has a range.")
+        int, Option(min=0, max=100_000, help="How many trials to make, where a setting has a range.")
     ] = 0,
     prune: Annotated[
-        bool, typer.Option("--prune", help="End a trial whose evaluations are worse than the median of those before.")
+        bool, Option("--prune", help="End a trial whose evaluations are worse than the median of those before.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="The seed of the choice of values in ranges.")] = 0,
-    resume: Annotated[
-        str, typer.Option(metavar="SWEEP", help="Continue a sweep: last, its name or the end of its id.")
-    ] = "",
+    seed: Annotated[int, Option(min=0, max=MAX_SEED, help="The seed of the choice of values in ranges.")] = 0,
+    resume: Annotated[str, Option(metavar="SWEEP", help="Continue a sweep: last, its name or the end of its id.")] = "",
     from_start: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--from-start",
             help="With --resume: begin the trial that has not ended again at step 0, if all of its checkpoints are "
             "damaged; they are kept.",
         ),
     ] = False,
-    list_all: Annotated[bool, typer.Option("--list", help="List all sweeps, newest first.")] = False,
+    list_all: Annotated[bool, Option("--list", help="List all sweeps, newest first.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train with several settings, compare the results, and export the best model.

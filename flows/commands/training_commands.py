@@ -6,7 +6,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from onward.flows import api
 from onward.flows.commands.common import (
@@ -35,15 +35,11 @@ def run(
     profile: Profile = "",
     name: Annotated[
         str,
-        typer.Option(
-            metavar="NAME", help="Of the run, in place of the configuration's and a number.", show_default=False
-        ),
+        Option(metavar="NAME", help="Of the run, in place of the configuration's and a number."),
     ] = "",
     continue_run: Annotated[
         bool,
-        typer.Option(
-            "--continue", help="If there is a run of that --name, resume it; end with status 0 if it is finished."
-        ),
+        Option("--continue", help="If there is a run of that --name, resume it; end with status 0 if it is finished."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -64,15 +60,15 @@ def resume(
     overrides: StopOverrides = None,
     from_start: Annotated[
         bool,
-        typer.Option("--from-start", help="Begin again at step 0, if all checkpoints are damaged; they are kept."),
+        Option("--from-start", help="Begin again at step 0, if all checkpoints are damaged; they are kept."),
     ] = False,
     accept_config: Annotated[
         bool,
-        typer.Option("--accept-config", help="Go on with a config.json that was edited; the report says so."),
+        Option("--accept-config", help="Go on with a config.json that was edited; the report says so."),
     ] = False,
     allow_code: Annotated[
         bool,
-        typer.Option("--allow-code", help="Execute Python files of STORE/RUN that are not on this machine."),
+        Option("--allow-code", help="Execute Python files of STORE/RUN that are not on this machine."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -91,19 +87,18 @@ def resume(
 def verify(
     source: Annotated[
         str,
-        typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run as in `onward status`, or a checkpoint directory."),
+        Argument(metavar="RUN_OR_CHECKPOINT", help="A run as in `onward status`, or a checkpoint directory."),
     ] = "last",
     replay: Annotated[
-        bool, typer.Option("--replay", help="Also train from one kept checkpoint to the next, and compare every bit.")
+        bool, Option("--replay", help="Also train from one kept checkpoint to the next, and compare every bit.")
     ] = False,
     from_step: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--from",
             min=0,
             max=2**31 - 1,
             help="With --replay: the checkpoint to begin at; 0 = the ONNX file. Default: the last but one.",
-            show_default=False,
         ),
     ] = None,
     as_json: Json = False,
@@ -137,13 +132,13 @@ def verify(
     for problem in problems:
         print(f"  - {problem}", file=sys.stderr)
     if problems:
-        raise typer.Exit(CheckpointError.exit_code)
+        raise Exit(CheckpointError.exit_code)
 
 
 def status(
     run: RunName = "last",
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show its progress until it ends, wherever it was started.")
+        bool, Option("--follow", "-f", help="Show its progress until it ends, wherever it was started.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -171,10 +166,8 @@ def status(
     facts["cause"], facts["class"] = facts.pop("error"), facts.pop("kind")
     # what a person looks for first, in this order
     first = {key: facts.pop(key) for key in ("name", "state", "cause", "class", "to_do", "remarks")}
-    shown: list[tuple[str, str]] = []
-    for key, value in (first | facts).items():
-        if value not in ("", 0, None):
-            shown.append((key.replace("_", " "), as_text(value)))
+    known = {key: value for key, value in (first | facts).items() if value not in ("", 0, None)}
+    shown = [(key.replace("_", " "), as_text(value)) for key, value in known.items()]
     table([*shown, *((key, f"{value:.6g}") for key, value in values.items())])
 
 
@@ -194,10 +187,8 @@ def stop(run: RunName = "last", as_json: Json = False) -> None:
 
 def logs(
     run: RunName = "last",
-    rank: Annotated[
-        int | None, typer.Option(min=0, max=1_000_000, help="Only what this rank wrote.", show_default=False)
-    ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print what comes, until the run ends.")] = False,
+    rank: Annotated[int | None, Option(min=0, max=1_000_000, help="Only what this rank wrote.")] = None,
+    follow: Annotated[bool, Option("--follow", "-f", help="Also print what comes, until the run ends.")] = False,
 ) -> None:
     """Print the logs of a run: of its flow and of the ranks of its newest attempt.
 
@@ -209,10 +200,10 @@ def logs(
 
 
 def runs(
-    state: Annotated[str, typer.Option(help="Only runs in these states: a,b.", show_default=False)] = "",
-    name: Annotated[str, typer.Option(help="Only runs of this configuration.", show_default=False)] = "",
-    last: Annotated[int, typer.Option(min=0, max=1_000_000_000, help="Only so many of the newest ones; 0 = all.")] = 20,
-    everything: Annotated[bool, typer.Option("--all", help="All of them, as --last 0.")] = False,
+    state: Annotated[str, Option(help="Only runs in these states: a,b.")] = "",
+    name: Annotated[str, Option(help="Only runs of this configuration.")] = "",
+    last: Annotated[int, Option(min=0, max=1_000_000_000, help="Only so many of the newest ones; 0 = all.")] = 20,
+    everything: Annotated[bool, Option("--all", help="All of them, as --last 0.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the newest runs, newest first.

@@ -137,6 +137,11 @@ def with_settings(users: Environment, settings: Environment) -> dict[str, str]:
     return {**{name: value for name, value in settings.items() if name != hidden}, **users}
 
 
+def ended_by_signal(returncode: int | None) -> str:
+    """Return the signal that ended a launcher, by its exit status as `subprocess` has it; "" if none did."""
+    return signal_name(-returncode) if returncode is not None and returncode < 0 else ""
+
+
 def signal_name(number: int) -> str:
     """Return "SIGKILL" for 9."""
     try:

@@ -25,6 +25,7 @@ from onward.infra.job.launcher import (
     LaunchError,
     RankEnding,
     Ranks,
+    ended_by_signal,
     signal_name,
     with_settings,
 )
@@ -130,11 +131,9 @@ class Mpirun:
             named = _HOST_NAME.search(output)
             lost_host = named["host"] if named else ""
         first_rank = _first_rank(output)
-        ended_by = ""
-        if returncode is not None and returncode < 0:
-            ended_by = signal_name(-returncode)
+        ended_by = ended_by_signal(returncode)
         # Asked to end, it ends its ranks and says nothing; of a rank that ended by itself it always names the status.
-        elif returncode == 1 and first_rank is None and "\n-----" not in f"\n{output}":
+        if returncode == 1 and first_rank is None and "\n-----" not in f"\n{output}":
             ended_by = "SIGTERM, SIGINT or SIGHUP"
         return LauncherEnding(self.name, first_rank, ended_by, lost_host)
 

@@ -18,7 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onward.infra.job import launcher
-from onward.infra.job.launcher import Environment, LauncherEnding, RankEnding, Ranks, signal_name, with_settings
+from onward.infra.job.launcher import (
+    Environment,
+    LauncherEnding,
+    RankEnding,
+    Ranks,
+    ended_by_signal,
+    signal_name,
+    with_settings,
+)
 
 PROGRAM = ("-m", "onward.infra.job.ray_ranks")
 ANSWER_S = 60.0
@@ -77,11 +85,9 @@ class Ray:
             number = int(ended["signal"] or 0)
             status = 128 + number if number else int(ended["status"])
             first_rank = RankEnding(int(ended[1]), ended[2], signal_name(number) if number else "", status)
-        ended_by = ""
+        ended_by = ended_by_signal(returncode)
         # a program that was killed could not print what has ended it
-        if returncode is not None and returncode < 0:
-            ended_by = signal_name(-returncode)
-        elif asked := _ASKED.search(output):
+        if not ended_by and (asked := _ASKED.search(output)):
             ended_by = asked[1]
         return LauncherEnding(self.name, first_rank, ended_by, lost[1] if lost else None)
 

@@ -31,6 +31,7 @@ from onward.infra.job.launcher import (
     LaunchError,
     RankEnding,
     Ranks,
+    ended_by_signal,
     signal_name,
     with_settings,
 )
@@ -112,11 +113,9 @@ class Srun:
 
     def read_ending(self, output: str, returncode: int | None = None) -> LauncherEnding:
         """Return what srun says about the end of a job."""
-        ended_by = ""
-        if returncode is not None and returncode < 0:
-            ended_by = signal_name(-returncode)
+        ended_by = ended_by_signal(returncode)
         # srun catches SIGTERM, and so its own status is not that of a signal
-        elif "srun: forcing job termination" in output:
+        if not ended_by and "srun: forcing job termination" in output:
             ended_by = "SIGTERM"
         lost_host = None
         if lost := _LOST_HOST.search(output):

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
 from importlib import metadata
@@ -23,7 +23,7 @@ from onward.infra.servers.service_state import lock_database
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel, Metric
+    from mlflow.entities import LoggedModel
 
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the default blocks a call for minutes; the callers here retry themselves
@@ -137,25 +137,6 @@ def last_steps(store: Store, run_id: str) -> dict[str, int]:
     return {metric.key: metric.step for metric in store._client.get_run(run_id).data.to_proto().metrics}
 
 
-def log_metrics(client: MlflowClient, run_id: str, metrics: Sequence[Metric]) -> None:
-    """Store metrics, of which another task may store some just now: the monitor, beside the export of the file.
-
-    MLflow looks for those that it has when its database refuses a batch, and gives up if others came since.
-    """
-    from mlflow.exceptions import MlflowException
-
-    # each turn meets points that came since the one before; with few writers it ends soon
-    for tries_left in reversed(range(RACES)):
-        try:
-            client.log_batch(run_id, metrics=metrics, synchronous=True)
-            return
-        except MlflowException as error:
-            if not tries_left or not any(words in str(error) for words in ("IntegrityError", "UniqueViolation")):
-                raise
-
-
-RACES = 10
-"""Times that a batch of metrics is stored while others store some of them."""
 _DAMAGE = ("file is not a database", "database disk image is malformed", "no such table")
 """What SQLite says of a file that is no database, or of another program, or that was made again without tables."""
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from onward.infra.mlflow.mlflow_store import Store, artifacts_of, local_store, log_metrics, translate_errors
+from onward.infra.mlflow.mlflow_store import Store, artifacts_of, local_store, translate_errors
 from onward.infra.mlflow.model_package import ModelFile, Point, Port, write_package
 from onward.infra.servers.databases import named_database, without_password
 from onward.infra.servers.login import named_home
 from onward.infra.servers.service_state import healthy_url, read_state
 
 if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel
+    from mlflow.entities import LoggedModel, Metric
 
 RUN_KEY = "onward.run_id"
 """The tag of an MLflow run with the id of its run directory."""
@@ -43,6 +43,8 @@ COLUMNS = (
 """The columns of the view; MLflow leaves out the metrics that no run of the experiment has."""
 BATCH = 1000
 """MLflow's limit of metric points per call."""
+RACES = 10
+"""Times that a batch of metrics is stored while others store some of them."""
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 
@@ -163,7 +165,23 @@ class Tracker(Store):
         # synchronous, so that an outage is raised here, where the caller repeats the call
         metrics = [Metric(metric_name(p.key), p.value, p.at_ms, p.step) for p in points]
         for start in range(0, len(metrics), BATCH):
-            log_metrics(self._client, self.run_id, metrics[start : start + BATCH])
+            self._store_metrics(metrics[start : start + BATCH])
+
+    def _store_metrics(self, metrics: list[Metric]) -> None:
+        """Store metrics, of which another task may store some just now: the monitor, beside the export of the file.
+
+        MLflow looks for those that it has when its database refuses a batch, and gives up if others came since.
+        """
+        from mlflow.exceptions import MlflowException
+
+        # each turn meets points that came since the one before; with few writers it ends soon
+        for tries_left in reversed(range(RACES)):
+            try:
+                self._client.log_batch(self.run_id, metrics=metrics, synchronous=True)
+                return
+            except MlflowException as error:
+                if not tries_left or not any(words in str(error) for words in ("IntegrityError", "UniqueViolation")):
+                    raise
 
     @translate_errors
     def set_status(self, status: Status) -> None:
@@ -224,8 +242,8 @@ class Tracker(Store):
         metrics: Mapping[str, float],
         points: Sequence[Point] = (),
         best: bool,
-    ) -> str:
-        """Record a checkpoint by reference, without uploading it; returns the id of the LoggedModel.
+    ) -> None:
+        """Record a checkpoint by reference, without uploading it.
 
         points: its metrics as they are sent for the run, so that the run has them once. `search_logged_models` ordered
         by one of them gives the best; `deleted` is "false" as long as the checkpoint is on disk.
@@ -240,7 +258,6 @@ class Tracker(Store):
             self.set_tags({"onward.best_checkpoint": path.name})
         self._client.set_logged_model_tags(model.model_id, {**tags, "best": str(best).lower()})
         self._finish(model, step, metrics, points)
-        return str(model.model_id)
 
     @translate_errors
     def mark_deleted_checkpoints(self) -> None:
@@ -312,7 +329,7 @@ class Tracker(Store):
         entries = [
             Metric(*point, model_id=model.model_id) for point in (own | {point.key: point for point in points}).values()
         ]
-        log_metrics(self._client, self.run_id, entries)
+        self._store_metrics(entries)
         self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step)])
         self._client.finalize_logged_model(model.model_id, "READY")
 

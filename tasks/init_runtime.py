@@ -22,6 +22,7 @@ from onward.infra.job.launcher import LaunchError
 from onward.tasks.attempts.wait_before_retry import wait_for_hosts
 from onward.tasks.checks.disk_space import shares, space_problems
 from onward.tasks.checks.host_table import ask_hosts, files_of_ranks
+from onward.tasks.checks.machine_check import ranks_of_weights
 from onward.tasks.launching.jobs import chosen_launcher, job_of, launcher_of
 from onward.tasks.launching.own_homes import bring_run
 from onward.trainer.config.sections.ranks import LaunchConfig, ParallelConfig
@@ -113,8 +114,7 @@ def needs_of(run: RunDir, model: Path, parallel: ParallelConfig) -> Needs:
     if known:
         return known
     size = model_bytes(model)
-    divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
-    return Needs(rank_bytes=size // divided, checkpoint_bytes=size, model_bytes=size)
+    return Needs(rank_bytes=size // ranks_of_weights(parallel), checkpoint_bytes=size, model_bytes=size)
 
 
 def _launch(run: RunDir, launch: LaunchConfig, world_size: int, *, log: Path) -> float:

@@ -88,6 +88,13 @@ def num_ranks(parallel: ParallelConfig, launch: LaunchConfig) -> int:
     return launch.num_ranks or parallel.world_size
 
 
+def ranks_of_weights(parallel: ParallelConfig) -> int:
+    """Return how many ranks hold one copy of the weights together."""
+    replicas = (parallel.shard or parallel.data) if parallel.zero == 3 else 1
+    # ZeRO stage 3 also divides the weights among replicas, or among those of one shard group
+    return parallel.tensor * parallel.pipeline * replicas
+
+
 def crowded_cores(launch: LaunchConfig, ranks: int) -> str:
     """Return that the ranks on the CPUs of this machine are more than its cores; "" if they are not."""
     cores = usable_cores()
@@ -181,12 +188,10 @@ def _space_problems(config: RunConfig) -> Iterator[str]:
         # the home may not exist yet; its disk is that of the nearest directory that does
         home = RunDir(nearest_existing(onward_home()))
         yield from space_problems(shares(home, config, needs, tracking_uri=store_of(config.monitor)))
-        # ZeRO stage 3 also divides the weights among replicas, or among those of one shard group
-        divided = parallel.tensor * parallel.pipeline * ((parallel.shard or parallel.data) if parallel.zero == 3 else 1)
         ranks = num_ranks(parallel, config.launch)
         free = free_host_memory()
         if parallel.sizes == "given" and config.launch.device == "cpu" and not config.launch.hostfile:
-            needed = ranks * size // divided
+            needed = ranks * size // ranks_of_weights(parallel)
             if free < needed:
                 yield (
                     f"{mb(free)} of memory are free, but the weights of {ranks} ranks need "

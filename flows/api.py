@@ -157,12 +157,11 @@ def resume(
     if not accept_config:
         check_settings(found, accept=False)
     known = record_if_written(found.remote, LocalCopies)
+    given = Given(
+        read_config(found, "given"), changes, lambda sections: check_files(sections, known, resumed=True).problems
+    )
     with live_view() as view:
-
-        def check(sections: Mapping[str, Any]) -> list[str]:
-            return check_files(sections, known, resumed=True).problems
-
-        resolved = Given(read_config(found, "given"), changes, check).checked_here(resumed=True)
+        resolved = given.checked_here(resumed=True)
         if accept_config:  # after the rules have passed it
             check_settings(found, accept=True)
         return _train(resolved, view, resume=found.root.name, asked_ms=asked_ms)

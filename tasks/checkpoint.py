@@ -9,7 +9,7 @@ paths and digests, not the files, when it can be reached. A store gets the files
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -138,13 +138,12 @@ def _unchanged(info: CheckpointInfo) -> bool:
     return manifest.exists() and sha256(manifest) == info.digest
 
 
-def mark_best(checkpoints: Iterable[CheckpointInfo], config: CheckpointConfig) -> tuple[CheckpointInfo, ...]:
+def mark_best(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> tuple[CheckpointInfo, ...]:
     """Return the checkpoints with `best` true for the one with the best metric (the first of equals), else false.
 
     Only a checkpoint that was evaluated at its own step has the metric.
     """
     # of equal values the tuple with the smaller place is the minimum
-    checkpoints = tuple(checkpoints)
     values = [config.rank_of(each.metrics) for each in checkpoints]
     ranked = [(value, place) for place, value in enumerate(values) if not math.isnan(value)]
     best = min(ranked)[1] if ranked else -1
@@ -162,11 +161,10 @@ class CheckpointRecorder:
         self._shown: frozenset[str] = frozenset()
         self._outage = Outage(log, begins="MLflow cannot be reached; checkpoints are recorded when it is back: %s")
 
-    def send(self, checkpoints: Iterable[CheckpointInfo]) -> bool:
+    def send(self, checkpoints: Collection[CheckpointInfo]) -> bool:
         """Record new checkpoints and those whose `best` has changed; return False while MLflow cannot be reached."""
         if self._outage.is_waiting():
             return False
-        checkpoints = tuple(checkpoints)
         with self._outage.noticed():
             for each in checkpoints:
                 if (each.digest, each.best) not in self._recorded:
@@ -207,7 +205,7 @@ class CheckpointRecorder:
         self._recorded -= {(info.digest, not info.best)}
         self._recorded.add((info.digest, info.best))
 
-    def finish(self, checkpoints: Iterable[CheckpointInfo], *, patience_s: float) -> None:
+    def finish(self, checkpoints: Collection[CheckpointInfo], *, patience_s: float) -> None:
         """Record the rest; give up after `patience_s`."""
         for _ in tries_within(patience_s):
             if self.send(checkpoints):

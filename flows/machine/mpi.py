@@ -44,6 +44,8 @@ def mpi(hostfile: str = "", networks: tuple[str, ...] = ()) -> Iterator[Finding]
         yield Finding.problem("MPI", str(error), how_to_install("mpi"))
         return
     version = _version(program)
+    # a single rank sends no message
+    ranks = max(2, len(read_hostfile(Path(hostfile)))) if hostfile else 2
     # the directory of a job must exist on all hosts
     place = onward_home() if hostfile else Path(tempfile.gettempdir())
     try:
@@ -55,11 +57,11 @@ def mpi(hostfile: str = "", networks: tuple[str, ...] = ()) -> Iterator[Finding]
         return
     with folder as name:
         write_record(RunDir(Path(name)).networks, Networks(networks=networks))
-        found = list(_alone(Path(name), program, version, hostfile))
+        found = list(_alone(Path(name), program, version, hostfile, ranks))
         yield from found
         # torch would fail at the same place, and with a message that explains less
         if not any(each.level == "problem" for each in found):
-            yield from _with_torch(Path(name), hostfile)
+            yield from _with_torch(Path(name), hostfile, ranks)
 
 
 def _version(program: Path) -> str:
@@ -71,9 +73,7 @@ def _version(program: Path) -> str:
     return re.sub(r"^mpirun \((.*?)\)", r"\1", (said.splitlines() or [""])[0])
 
 
-def _alone(folder: Path, program: Path, version: str, hostfile: str) -> Iterator[Finding]:
-    # a single rank sends no message
-    ranks = max(2, len(read_hostfile(Path(hostfile)))) if hostfile else 2
+def _alone(folder: Path, program: Path, version: str, hostfile: str, ranks: int) -> Iterator[Finding]:
     ended = _job(folder, ("onward.trainer.distributed.mpi_report", str(folder)), ranks, MPI_S, hostfile)
     reports = [read_record(path, MpiReport) for path in sorted(folder.glob("mpi-*.json"))]
     if ended or not reports:
@@ -107,11 +107,11 @@ def _alone(folder: Path, program: Path, version: str, hostfile: str) -> Iterator
         yield Finding.ok("MPI", what)
 
 
-def _with_torch(folder: Path, hostfile: str) -> Iterator[Finding]:
+def _with_torch(folder: Path, hostfile: str, ranks: int) -> Iterator[Finding]:
     """Run the preflight of a run: connect through torch, one all-reduce on the devices of the ranks."""
     gpus, _ = most_gpus()
-    here = min(gpus, MOST_GPUS) if gpus else 2
-    ranks = max(2, len(read_hostfile(Path(hostfile)))) if hostfile else here
+    if gpus and not hostfile:
+        ranks = min(gpus, MOST_GPUS)
     run = RunDir(folder)
     settings = {
         # the preflight opens neither model nor data

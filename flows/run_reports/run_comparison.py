@@ -8,12 +8,11 @@ from markupsafe import Markup
 
 from onward.flows.run_reports.curves import COLOURS, Line, draw
 from onward.flows.run_reports.page import MOST_EVALUATED, TIME_COLOURS, Drawing, median, render
-from onward.flows.run_reports.reported_run import EVALUATION, NAMES, RunFacts, settings_as_text
+from onward.flows.run_reports.reported_run import EVALUATION, RunFacts, settings_as_text
 from onward.flows.run_reports.summary import short_number
 from onward.trainer.config.flat_settings import flat_settings
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.quantities import duration
-from onward.trainer.run.history import Series
 from onward.trainer.run.timing.time_account import PARTS
 
 TITLES = {
@@ -116,10 +115,7 @@ def differing_settings(runs: Sequence[RunFacts]) -> list[Row]:
 def overlaid(runs: Sequence[RunFacts], colours: Sequence[str]) -> list[Drawing]:
     """Return each curve of the runs in one drawing, for those that at least one of them has."""
     evaluated = list(dict.fromkeys(name for facts in runs for name in facts.evaluations))
-    curves: list[tuple[str, bool, list[Series | None]]] = []
-    for what in NAMES:
-        if what in TITLES:
-            curves.append((TITLES[what], False, [facts.curve(what) for facts in runs]))
+    curves = [(title, False, [facts.curve(what) for facts in runs]) for what, title in TITLES.items()]
     # the evaluations stand behind the training loss, with which they are compared
     curves[1:1] = [(name, True, [facts.curves.get(name) for facts in runs]) for name in evaluated[:MOST_EVALUATED]]
     found = []

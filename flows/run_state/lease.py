@@ -89,10 +89,7 @@ def is_replaced(lock: IO[bytes], path: Path) -> bool:
 
 def free_abandoned(paths: Sequence[Path]) -> list[Path]:
     """Free those locks that another host holds and does not renew, and return them. Takes LEASE_S if there are any."""
-    watched: dict[Path, Stamp] = {}
-    for path in paths:
-        if stamp := _stamp_of_other_host(path):
-            watched[path] = stamp
+    watched = {path: stamp for path in paths if (stamp := _stamp_of_other_host(path))}
     deadline = time.monotonic() + LEASE_S
     while watched and time.monotonic() < deadline:
         time.sleep(LOOK_S)

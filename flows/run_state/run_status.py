@@ -159,7 +159,7 @@ def describe(run: RunDir) -> RunStatus:
     history = RunHistory.of_tail(run.events)
     newest = _newest_result(run)
     # a resumed run goes on, so its former end does not count while it runs
-    ended_early = newest.ended_early if newest and not is_running(run) else ""
+    ended_early = newest.ended_early if newest and state != "running" else ""
     to_go_on = ""
     if config and newest and ended_early:
         to_go_on = command_to_go_on(newest.stop, config.stop, config.checkpoint, reference_to(run))

@@ -86,10 +86,7 @@ def fetch_named_run(store: str, name: str, now: RunConfig) -> RunDir | None:
 
     now: the settings with which it is to go on. Raises as `fetch_run`, and ConfigError where the run has others.
     """
-    if not store:
-        return None
-    names = _names_in(store)
-    if name not in names.values():
+    if not store or name not in _names_in(store).values():
         return None
     return fetch_run(f"{store}/{name}", lambda run: limits_to_resume(run, name, now))
 

@@ -47,18 +47,16 @@ def outcome(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         for name in sorted(after)
         if name in before
     ]
-    if bits := facts.get("bits_per_byte"):
+    if bits := facts["bits_per_byte"]:
         rows.append(("bits per byte", "  ".join(f"{name} {value:.3f}" for name, value in bits.items())))
-    rows += [
-        ("worst classes" if not number else "", each) for number, each in enumerate(facts.get("worst_classes", ()))
-    ]
-    rows += [(key.replace("_", " "), facts[key]) for key in ("exported", "ended_early", "to_go_on") if facts.get(key)]
-    rows += [(name.replace("/", " "), f"{value:.4f}") for name, value in sorted(facts.get("test", {}).items())]
-    rounding = f", its kernels round by {facts['rounding']:.2g}" if facts.get("rounding") else ""
+    rows += [("" if number else "worst classes", each) for number, each in enumerate(facts["worst_classes"])]
+    rows += [(key.replace("_", " "), facts[key]) for key in ("exported", "ended_early", "to_go_on") if facts[key]]
+    rows += [(name.replace("/", " "), f"{value:.4f}") for name, value in sorted(facts["test"].items())]
+    rounding = f", its kernels round by {facts['rounding']:.2g}" if facts["rounding"] else ""
     registered = f", {facts['registered']}" if facts["registered"] else ""
 
     def optional(name: str) -> list[tuple[str, str]]:
-        return [(name, facts[name])] if facts.get(name) else []
+        return [(name, facts[name])] if facts[name] else []
 
     return [
         *rows,

@@ -58,6 +58,7 @@ def make_sweep(
             "train.evaluation_period=100"
         )
     number = math.prod(map(len, choices.values()))
+    num_trials = trials if ranges else number
     if ranges and trials < 1:
         which = " and ".join(ranges)
         problems.append(f"{which}: a range has no last value; say how many trials to make, such as --trials 20")
@@ -66,10 +67,8 @@ def make_sweep(
             f"--trials {trials}: these settings have {number} combinations, and all of them are tried; leave --trials "
             "out, or give a range such as log(1e-5, 1e-2)"
         )
-    elif max(number if not ranges else 0, trials) > MAX_TRIALS:
-        problems.append(
-            f"{trials or number} trials are more than {MAX_TRIALS}; try fewer values, or a range with --trials"
-        )
+    elif num_trials > MAX_TRIALS:
+        problems.append(f"{num_trials} trials are more than {MAX_TRIALS}; try fewer values, or a range with --trials")
     else:
         problems += _all_problems(settings, tried, check)
     if problems:
@@ -91,7 +90,7 @@ def make_sweep(
         settings=settings,
         choices=choices,
         ranges=ranges,
-        num_trials=trials if ranges else number,
+        num_trials=num_trials,
         seed=seed,
         prune=prune,
         metric=first.checkpoint.best_metric,

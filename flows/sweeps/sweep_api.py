@@ -44,12 +44,15 @@ def sweep(
 
     given = Given.of(config, overrides, {}, profile=profile)
     wanted = read_space(space)
-
-    def both(sections: Mapping[str, Any]) -> list[str]:
-        return [*given.check(sections), *machine_problems(sections)]
-
     folder = make_sweep(
-        given.source, given.changes, wanted, profile=profile, trials=trials, prune=prune, seed=seed, check=both
+        given.source,
+        given.changes,
+        wanted,
+        profile=profile,
+        trials=trials,
+        prune=prune,
+        seed=seed,
+        check=lambda sections: [*given.check(sections), *machine_problems(sections)],
     )
     return _run_sweep(folder)
 

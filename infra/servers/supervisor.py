@@ -115,19 +115,18 @@ def _launch(home: Path, name: str, port: int) -> tuple[psutil.Popen, str, str]:
         log = stack.enter_context((directory(home) / f"{name}.log").open("wb"))
         # the server inherits the socket in which it listens; it must not open the port itself, which others could take
         # first
-        files = []
         listening: list[int] = []
+        locks: list[int] = []
         url = beside = ""
         variables: dict[str, str] = {}
         if port:
             listener = stack.enter_context(listen(port))
-            files = [listener.fileno()]
-            listening = [*files]
+            listening = [listener.fileno()]
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         if name == "prefect" and not named_database(name):
+            # the server holds the locks until it ends, also after `kill -9` of this process
             database, beside, locks = stack.enter_context(prefect_database(home))
             variables = {PREFECT[0]: f"sqlite+aiosqlite:///{database}"}
-            files += locks  # the server holds the lock until it ends, also after `kill -9` of this process
         # the worker and the pages of the other servers need the address of Prefect's
         prefect_url = url if name == "prefect" else healthy_url(home, "prefect")
         process = psutil.Popen(
@@ -138,7 +137,7 @@ def _launch(home: Path, name: str, port: int) -> tuple[psutil.Popen, str, str]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=files,
+            pass_fds=[*listening, *locks],
         )
     return process, url, beside
 

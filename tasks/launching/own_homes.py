@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,7 +185,6 @@ def _newest(run: RunDir, stored: StoredRun, sending: Sending) -> tuple[StoredChe
     """
     step = max((step_in(path.name) for path in list_checkpoints(run)), default=0)
     deadline = time.monotonic() + CHECKPOINT_S
-    pause = threading.Event()
     while True:
         state = stored.state(sending.number)
         both = []
@@ -201,4 +199,4 @@ def _newest(run: RunDir, stored: StoredRun, sending: Sending) -> tuple[StoredChe
             what = f"that of step {newest} is used" if newest else "the run begins again"
             log.warning("the checkpoint of step %d is not in the store after %g s, and %s", step, CHECKPOINT_S, what)
             return tuple(both[-MOST_CHECKPOINTS:])
-        pause.wait(1.0)
+        time.sleep(1.0)

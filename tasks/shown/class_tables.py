@@ -14,7 +14,6 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from onward.tasks.shown.markdown import table
@@ -164,15 +163,12 @@ class Table(Protocol):
     def markdown(self) -> str: ...
 
 
-def write_tables(run: RunDir, tables: Iterable[Table]) -> list[Path]:
-    """Write the files of each table into the run directory; return their paths."""
-    found = []
+def write_tables(run: RunDir, tables: Iterable[Table]) -> None:
+    """Write the files of each table into the run directory."""
     for each in tables:
         for name, content in each.files().items():
             run.classes.mkdir(exist_ok=True)
             write_durably(run.classes / name, content.encode())
-            found.append(run.classes / name)
-    return found
 
 
 def prefix_of(loss: str) -> str:

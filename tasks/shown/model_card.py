@@ -30,7 +30,6 @@ from onward.trainer.run.recorded.preprocessing_record import (
     Preprocessing,
     TableInput,
     TokenInput,
-    ValueInput,
 )
 from onward.trainer.run.records import ExportedModel, RunIdentity, TrainResult, read_record, record_if_written
 
@@ -184,7 +183,7 @@ def _preprocessing(recipe: Preprocessing | None, exported: ExportedModel) -> lis
         elif isinstance(how, TokenInput):
             limit = f", at most {recipe.text.max_length} tokens" if recipe.text and recipe.text.max_length else ""
             said = f"{how.role} of {_named(recipe.text.columns) if recipe.text else 'the text'}{limit}"
-        elif isinstance(how, ValueInput):
+        else:
             said = "the same value for all rows"
         rows.append((code(name), said))
     return [

@@ -13,6 +13,9 @@ from onward.trainer.data.schema.signature import model_files
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.remote.local_copies import WRITTEN
 
+DATA = [key for key in PATHS if key.startswith("data.") and key != "data.text.tokenizer"]
+"""The settings that name data."""
+
 
 @dataclass(frozen=True)
 class NamedInput:
@@ -35,7 +38,7 @@ def named_inputs(run: RunDir) -> Iterator[NamedInput]:
     """
     given, local = read_config(run, "given"), read_config(run, "local")
     for key in PATHS:
-        if key in WRITTEN or (key.startswith("data.") and key != "data.text.tokenizer"):
+        if key in WRITTEN or key in DATA:
             continue
         both = zip(values_at(given, key.split(".")), values_at(local, key.split(".")), strict=True)
         for value, here in both:
@@ -54,11 +57,10 @@ def data_of_this_machine(run: RunDir, *, is_here: bool = True) -> list[tuple[str
     """
     config = read_config(run, "given")
     named = []
-    for key in PATHS:
-        if key.startswith("data.") and key != "data.text.tokenizer":
-            # names of bundled data are no paths, and URLs are none of this machine
-            values = map(str, values_at(config, key.split(".")))
-            named += [(key, value) for value in values if Path(value).is_absolute()]
+    for key in DATA:
+        # names of bundled data are no paths, and URLs are none of this machine
+        values = map(str, values_at(config, key.split(".")))
+        named += [(key, value) for value in values if Path(value).is_absolute()]
     return [(key, path) for key, path in named if _is_here(path) is is_here]
 
 

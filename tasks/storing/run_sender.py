@@ -20,7 +20,6 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable
 from pathlib import Path
 
 from onward.infra.job import slurm_jobs
@@ -119,9 +118,9 @@ class RunSender:
     def __exit__(self, *ended: object) -> None:
         self._abandon()
 
-    def offer(self, kept: Iterable[CheckpointInfo]) -> None:
+    def offer(self, kept: tuple[CheckpointInfo, ...]) -> None:
         """Let these verified checkpoints be in the store, in place of those that a run does not keep."""
-        if self._kept != (kept := tuple(kept)):
+        if self._kept != kept:
             self._kept = kept
             self._changed.set()
 

@@ -263,7 +263,11 @@ def test_the_table_of_a_run_shows_before_and_after() -> None:
         "before": {"evaluation/accuracy": 0.1},
         "after": {"evaluation/accuracy": 0.98},
         "test": {"test/accuracy": 0.97},
+        "bits_per_byte": {},
+        "worst_classes": ["shirt: F1 0.5", "coat: F1 0.6"],
+        **dict.fromkeys(("exported", "ended_early", "to_go_on", "data", "report", "promotion"), ""),
         "parity": 1e-6,
+        "rounding": 0.0,
         "model": "/m.onnx",
         "directory": "/run",
         "mlflow_run_id": "abc",
@@ -275,6 +279,7 @@ def test_the_table_of_a_run_shows_before_and_after() -> None:
         "throughput": "640 samples/s",
     }
     rows = dict(outcome(facts))
+    assert (rows["worst classes"], rows[""]) == ("shirt: F1 0.5", "coat: F1 0.6")
     assert rows["throughput"] == "640 samples/s"
     assert "throughput" not in dict(outcome({**facts, "throughput": ""})), "of a run of an earlier version"
     assert rows["accuracy"] == "0.1000 -> 0.9800"

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from onward.flows.planning.whole_run import RunPlan
     from onward.flows.run_state.run_status import RunOutcome, RunStatus
     from onward.flows.running.named_run import NamedRun
-    from onward.trainer.config.loading import Override
     from onward.trainer.config.run_config import RunConfig
     from onward.trainer.parallel.planning.cluster import Cluster
 
@@ -148,7 +147,7 @@ def resume(
     from onward.trainer.run.remote.local_copies import LocalCopies
 
     asked_ms = time.time_ns() // 1_000_000
-    changes: list[Override] = changes_in(overrides)
+    changes = changes_in(overrides)
     if is_in_store(run):
         run = fetch_run(run, lambda _: changes, allow_code=allow_code).root.name
     found = checked_run(run, changes, from_start=from_start)

@@ -108,7 +108,7 @@ def _proposed(path: Path, source: str, changes: Sequence[Any]) -> tuple[dict[str
     proposed = draft.settings()
     # new layers would have no trained weights
     proposed["model"].pop("num_classes", None)
-    kept: dict[str, Any] = {key: proposed[key] for key in ("model", "data", "loss")}
+    kept = {key: proposed[key] for key in ("model", "data", "loss")}
     said = [f"{key} = {value}" + (f": {why}" if why else "") for key, value, why in reasons(draft)]
     # how rows are divided and trained is not measured
     own = [line for line in said if line.startswith(("data.image", "data.label", "model.", "loss"))]

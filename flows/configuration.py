@@ -94,7 +94,7 @@ class Given:
         from onward.tasks.checks.host_table import host_problems
         from onward.tasks.checks.machine_check import machine_problems
 
-        missing: list[str] = []
+        missing = []
 
         def both(sections: Mapping[str, Any]) -> Iterable[str]:
             # collected beside the check, because a machine that lacks something is another error than a wrong setting

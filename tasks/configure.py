@@ -22,7 +22,7 @@ from onward.infra.git import commit_of
 from onward.infra.mlflow import mlflow_store, tracking
 from onward.infra.mlflow.tracking import page_on_own_server
 from onward.tasks.attempts.log_damage import damage_of_log
-from onward.tasks.checks.file_check import CheckedFiles, check_files
+from onward.tasks.checks.file_check import check_files
 from onward.tasks.checks.machine_check import crowded_cores, machine_problems
 from onward.tasks.checks.registered_models import store_of
 from onward.tasks.checks.rehearsing import Preparation
@@ -76,7 +76,7 @@ def configure(run: RunDir, settings: Mapping[str, Any], allowed: Mapping[str, st
     all problems at once, and the errors of `rehearse` and `identify`.
     """
     known = record_if_written(run.remote, LocalCopies) if run.config.exists() else None
-    checked: list[CheckedFiles] = []
+    checked = []
 
     def check(sections: Sections) -> list[str]:
         checked.append(check_files(sections, known, resumed=run.config.exists(), allowed=allowed))

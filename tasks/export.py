@@ -94,7 +94,7 @@ def export(run: RunDir, result: TrainResult, checkpoints: Sequence[CheckpointInf
         exported = _verified_before(run, chosen) or export_file(run, chosen.path)
     tags = {"step": str(exported.step), "checkpoint": chosen.path.name, "attempts": str(result.attempts)}
     # Registry and copy are independent: an error of one must not prevent the other.
-    failed: list[RuntimeUnavailable] = []
+    failed = []
     try:
         exported = promote(run, register(run, exported, tags=tags))
     except RuntimeUnavailable as error:

@@ -62,7 +62,7 @@ class MappedParts:
     def _run(self, maker: PartMaker, steps: Iterable[PartStep]) -> Iterator[tuple[int, StepResult]]:
         """Yield the number of each step with its result. Raises RuntimeUnavailable after MOST_TRIES failures."""
         stop = maker.folder / "stop"
-        tries: dict[Any, tuple[int, PartStep, int]] = {}
+        tries = {}
         for number, step in enumerate(steps):
             tries[self._submit(maker.folder, number, step)] = (number, step, 1)
         while tries:
@@ -118,7 +118,7 @@ def _task_runner(shard_on: str) -> Any:
     address = "" if shard_on in LOCAL else shard_on
     engine = engine_of(shard_on)
     # an extra, and imported only here
-    library: Any = importlib.import_module(f"prefect_{engine}")
+    library = importlib.import_module(f"prefect_{engine}")
     if engine == "ray":
         here = {"num_cpus": usable_cores(), "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         return library.RayTaskRunner(address=address) if address else library.RayTaskRunner(init_kwargs=here)

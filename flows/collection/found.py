@@ -56,9 +56,9 @@ def find(rules: Rules, kinds: tuple[Kind, ...] = KINDS) -> Found:
 
 
 def _found(rules: Rules, kinds: tuple[Kind, ...], facts: Facts, prefect: SyncPrefectClient | None) -> Found:
-    items: list[Item] = []
-    kept: list[Kept] = []
-    doomed: set[str] = set()
+    items = []
+    kept = []
+    doomed = set()
     if "run" in kinds:
         for run, why in _runs(rules, facts):
             if why:

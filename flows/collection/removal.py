@@ -37,7 +37,7 @@ def collect(rules: Rules, kinds: tuple[Kind, ...] = KINDS) -> Found:
 
 
 def _collected(rules: Rules, facts: Facts, found: Found, prefect: SyncPrefectClient | None) -> Found:
-    removed: list[Item] = []
+    removed = []
     kept = list(found.kept)
     # runs that go: records of them may go as well
     doomed = {Path(item.name).name for item in found.items if item.kind == "run"}

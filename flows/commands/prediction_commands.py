@@ -136,7 +136,7 @@ def _cell(value: Any) -> str:
 
 def parsed_inputs(words: list[str] | None) -> dict[str, list[str]]:
     """Return input -> columns of the words INPUT=COLUMN,... Raises ConfigError for a word of another form."""
-    inputs: dict[str, list[str]] = {}
+    inputs = {}
     wrong = []
     for word in words or ():
         name, _, columns = word.partition("=")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
@@ -113,7 +113,7 @@ def verify(
 
     checked = verify_run.verify(source)
     problems = list(checked.problems)
-    facts: dict[str, Any] = checked.model_dump(mode="json")
+    facts = checked.model_dump(mode="json")
     if not as_json:
         checkpoints = checked.checkpoints if isinstance(checked, CheckedRun) else (checked,)
         rows = [(checkpoint.name, "differs" if checkpoint.problems else "as saved") for checkpoint in checkpoints]

@@ -75,12 +75,12 @@ def deploy(
     from prefect.client.schemas.actions import DeploymentUpdate
     from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
     from prefect.deployments.runner import RunnerDeployment
-    from prefect.schedules import Cron, Interval, Schedule
+    from prefect.schedules import Cron, Interval
     from prefect.types.entrypoint import EntrypointType
 
     from onward.flows.train_onnx import train_onnx
 
-    schedules: list[Schedule] = []
+    schedules = []
     if cron:
         try:
             schedules.append(Cron(cron, timezone=timezone, slug="cron"))
@@ -95,7 +95,7 @@ def deploy(
     # before anything changes in Prefect: a deployment without its limits would be scheduled, and its runs refused
     refuse_unpublishable(limits.model_dump_json(), _id_of(name))
     # As JSON, which Prefect stores. What has its default is left out, so that the parameters of a run fit a screen.
-    parameters: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
+    parameters = config.model_dump(mode="json", exclude_defaults=True)
     deployment = train_onnx.to_deployment(
         name,
         # The worker imports the installed package; a file path would need this checkout on its machine.

@@ -47,7 +47,7 @@ def publish_limits(deployment_id: str, limits: str) -> None:
         return
     from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 
-    value: Any = {"limits": limits, "signature": _signature(key, deployment_id, limits)}
+    value = {"limits": limits, "signature": _signature(key, deployment_id, limits)}
     with prefect_client() as client:
         name = _name(deployment_id)
         if client.read_variable_by_name(name):

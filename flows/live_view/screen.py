@@ -63,7 +63,7 @@ def lines(facts: LiveFacts, width: int, *, ascii_only: bool = False) -> list[Tex
     drawn = [_head(facts, width), *_phases(facts, width)]
     if facts.progress.num_steps:
         drawn.append(_bar(facts, width, ascii_only=ascii_only))
-    rows: list[tuple[str, list[str]]] = []
+    rows = []
     for label, parts in _rows(facts, ascii_only=ascii_only):
         if known := [part for part in parts if part]:
             rows.append((label, known))

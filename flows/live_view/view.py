@@ -215,7 +215,7 @@ def _printed_above(view: LiveView, stream: TextIO) -> Iterator[None]:
     above = _Above(view, stream)
     # handlers keep the stream they were made with, so each of them has to be redirected
     loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-    handlers: set[logging.StreamHandler[Any]] = set()
+    handlers = set()
     for logger in loggers:
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is stream:

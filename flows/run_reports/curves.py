@@ -163,7 +163,7 @@ def thinned(series: Series) -> tuple[list[int], list[float]]:
         return list(steps), list(values)
     # each stretch gives two points; rounded up, so that there are not more than allowed
     width = -(-len(steps) * 2 // MOST_POINTS)
-    kept: list[int] = []
+    kept = []
     for first in range(0, len(steps), width):
         places = range(first, min(first + width, len(steps)))
         # NaN compares with nothing, and would hide the others

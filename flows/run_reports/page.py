@@ -85,8 +85,8 @@ def render(template: str, **values: Any) -> str:
 def page_of(facts: RunFacts) -> str:
     """Return the report of a run as HTML."""
     config = facts.config
-    changed: dict[str, str] = {}
-    lines: list[str] = []
+    changed = {}
+    lines = []
     if config:
         changed = settings_as_text(changed_settings(config))
         lines = [line for line in config_lines(config) if not line.startswith("#")]
@@ -285,7 +285,7 @@ def profile_of(facts: RunFacts) -> dict[str, Any]:
     steps = f"step {first.first_step:,}"
     if first.last_step > first.first_step:
         steps += f" to {first.last_step:,}"
-    nodes: set[str] = set()
+    nodes = set()
     for profile in facts.profiles:
         nodes |= {row.name for row in profile.rows if row.kind == "node"}
     return {
@@ -324,7 +324,7 @@ def _changes(facts: RunFacts) -> dict[str, Any]:
 
 def environment_rows(facts: RunFacts) -> list[tuple[str, str]]:
     """Return where the run ran, and with what."""
-    rows: list[tuple[str, str]] = []
+    rows = []
     if facts.runtime and facts.runtime.ranks:
         ranks = facts.runtime.ranks
         hosts = list(dict.fromkeys(rank.host for rank in ranks))

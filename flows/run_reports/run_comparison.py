@@ -75,7 +75,7 @@ def fact_rows(runs: Sequence[RunFacts]) -> Iterable[Row]:
 
 def _texts_of(facts: RunFacts) -> dict[str, str]:
     """Return those of `FACTS` that are known of a run."""
-    texts: dict[str, str] = {
+    texts = {
         "state": facts.state,
         "steps": f"{facts.history.last_step:,} of {facts.history.num_steps:,}",
         "attempts": str(len(facts.attempts) or len(facts.history.starts)),

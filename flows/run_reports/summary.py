@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from onward.flows.run_reports.reported_run import EVALUATION, RunFacts
 from onward.trainer.config.metric_names import is_greatest
@@ -90,8 +90,8 @@ def results(facts: RunFacts) -> list[tuple[str, str, str, str]]:
     """
     exported = facts.exported
     metrics = facts.metrics
-    before: Mapping[str, float] = {}
-    after: Mapping[str, float] = {}
+    before = {}
+    after = {}
     if exported:
         before, after = exported.before, exported.after
     elif metrics:

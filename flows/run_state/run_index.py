@@ -44,8 +44,8 @@ def listed_runs() -> list[tuple[str, Status]]:
     """Return the directory's name and the status of each run under the home, newest first; damaged ones come last."""
     home = onward_home()
     known = _read(home)
-    entries: dict[str, Entry] = {}
-    unsettled: list[tuple[str, Status]] = []
+    entries = {}
+    unsettled = []
     for name in _directories(home / "runs"):
         stamp = _stamp(f"{home}/runs/{name}")
         if stamp is None:

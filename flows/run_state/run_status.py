@@ -278,7 +278,7 @@ def outcome_of(run: RunDir, exported: ExportedModel) -> RunOutcome:
 
 def remarks_of(run: RunDir) -> tuple[str, ...]:
     """Return sentences about what was done to the records of a run from outside."""
-    edited: list[str] = []
+    edited = []
     with contextlib.suppress(OnwardError):  # whoever reads the record says that it is damaged
         edited = edited_settings(run)
     not_accepted = f"config.json was edited, and is refused until it is accepted: {'; '.join(edited)}" if edited else ""

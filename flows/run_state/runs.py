@@ -191,7 +191,7 @@ def clean_downloads(days: float) -> Cleaned:
 
     Of the shard files of servers only those stay that are being read.
     """
-    needed: list[Path] = []
+    needed = []
     for run in all_runs():
         if run.remote.exists() and not run.exported.exists():
             needed += [copy.path for copy in read_record(run.remote, LocalCopies).copies]
@@ -259,8 +259,8 @@ def chosen(text: str, known: Sequence[Named[T]], *, kind: str) -> T:
         if others := [candidate for candidate in of_configuration if candidate is not exact[0]]:
             say(f"{text}: {exact[0]}; it is also a configuration's name, of {few(others)}")
         return exact[0].what
-    by_id: list[Named[T]] = []
-    by_name: list[Named[T]] = []
+    by_id = []
+    by_name = []
     if text:  # every id begins with ""
         by_id = [candidate for candidate in known if candidate.has_in_id(text)]
         by_name = of_configuration

@@ -22,7 +22,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from onward.flows.run_state.run_status import is_trained_to_end
 from onward.flows.running.named_run import limits_to_resume
@@ -348,7 +347,7 @@ def _adapt(partial: RunDir, state: StoredState, run: RunDir) -> None:
             say(f"the run executes {Path(file).name} from the store, of SHA-256 {digest[:SHOWN]}")
     identity = read_record(partial.identity, RunIdentity)
     # the link leads to the former flow, and the one that goes on here gets its own
-    changes: dict[str, Any] = {"prefect_url": "", "code_sha256": with_moved_paths(identity.code_sha256, here)}
+    changes = {"prefect_url": "", "code_sha256": with_moved_paths(identity.code_sha256, here)}
     if identity.tracking_uri.startswith(("sqlite:", "file:")):
         # a database of the other machine: the one of this machine gets the run with its whole history
         nowhere = {"mlflow_run_id": "", "mlflow_url": ""}

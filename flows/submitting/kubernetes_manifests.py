@@ -101,9 +101,7 @@ def manifests_of(name: str, config: RunConfig, files: Sequence[str], words: Sequ
     command = ["onward", "run", *layers, *words, "--name", name, "--continue"]
     # all pods with ranks are alike, so each has room for as many as the fullest one
     ranks = math.ceil(num_ranks(config.parallel, config.launch) / pods.nodes)
-    documents: list[Manifest] = [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-files"}, "data": texts}
-    ]
+    documents = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-files"}, "data": texts}]
     job = _job(_pod(name, config.launch, pods, _flow(command, _resources(config.launch, ranks))))
     if pods.kind == "job":
         documents.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": job})
@@ -202,7 +200,7 @@ def _flow(command: Sequence[str], resources: Manifest) -> Manifest:
 
 def _resources(launch: LaunchConfig, ranks: int) -> Manifest:
     """Return what a pod with so many ranks asks for."""
-    asked: Manifest = {"requests": {"cpu": str(ranks * (launch.threads_per_rank or 1))}}
+    asked = {"requests": {"cpu": str(ranks * (launch.threads_per_rank or 1))}}
     if launch.device == "cuda":
         # Kubernetes takes a limit of GPUs for the request as well
         asked["limits"] = {"nvidia.com/gpu": str(math.ceil(ranks / launch.ranks_per_gpu))}

@@ -141,8 +141,8 @@ def _all_problems(settings: Mapping[str, Any], space: Space, check: Check) -> li
 def _named(found: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]]) -> str:
     """Name combinations by the settings that have one value in all of them, if possible by one that no other has."""
     others = [settings for settings in tried if settings not in found]
-    common: dict[str, Any] = {}
-    own: dict[str, Any] = {}
+    common = {}
+    own = {}
     for key, value in found[0].items():
         if all(settings[key] == value for settings in found):
             common[key] = value

@@ -87,7 +87,7 @@ def table_of(trials: Sequence[Trial], metric: str, best: int) -> tuple[tuple[str
     # all trials have the same settings, with values of their own
     keys = list(trials[0].settings) if trials else []
     heads = ("trial", *keys, metric, "steps", "seconds", "status", "run")
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for trial in trials:
         settings = [shown(trial.settings[key]) for key in keys]
         value = "" if trial.value is None else f"{trial.value:.6g}"

@@ -79,7 +79,7 @@ def record(tracker: Tracker, trial: Trial, plan: Sweep) -> None:
 def show(tracker: Tracker, plan: Sweep, trials: Sequence[Trial], best: Trial | None) -> None:
     """Show the table of all trials on the flow run's page in Prefect, and the best one in the sweep's MLflow run."""
     heads, rows = table_of(trials, plan.metric, best.number if best else 0)
-    entries: list[dict[str, Any]] = [
+    entries = [
         {**dict(zip(heads, row, strict=True)), "reason": trial.reason} for row, trial in zip(rows, trials, strict=True)
     ]
     with contextlib.suppress(Exception):  # a missing table must not fail the sweep

@@ -99,7 +99,7 @@ class Mpirun:
         hosts = ["--hostfile", ranks.hostfile] if ranks.hostfile else ["--map-by", ":OVERSUBSCRIBE"]
         # A login over ssh starts with an empty environment.
         names = sorted({*environment_of_ranks(environment), TAG}) if ranks.hostfile else []
-        exports: list[str] = []
+        exports = []
         for name in names:
             if name.startswith(CARRIED):
                 exports += ["-x", name]

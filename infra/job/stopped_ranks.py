@@ -95,7 +95,7 @@ class _Stop(NamedTuple):
 
 def _ranks_below(launcher: int, rank_variable: str) -> dict[int, int]:
     """Return rank -> process, of the children of the launcher."""
-    ranks: dict[int, int] = {}
+    ranks = {}
     with contextlib.suppress(psutil.Error):  # the launcher has ended
         for child in psutil.Process(launcher).children():
             with contextlib.suppress(psutil.Error, KeyError, ValueError):  # no rank, or one that has ended

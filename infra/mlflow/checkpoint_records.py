@@ -23,7 +23,7 @@ class CheckpointRecords(Store):
     def lost(self, below: Path, *, is_gone: Callable[[Path], bool]) -> list[CheckpointRecord]:
         """Return the records of checkpoints in a directory, at any depth, that are gone."""
         experiments = [experiment.experiment_id for experiment in self._client.search_experiments()]
-        found: list[CheckpointRecord] = []
+        found = []
         for model in self._logged_models(experiments):
             path = Path(model.tags.get("path", ""))
             # other machines record in the same store

@@ -87,7 +87,7 @@ def prefect_database(home: Path) -> Iterator[tuple[Path, str, list[int]]]:
         except OSError:  # the server cannot write there either, and its log will say why
             yield common / "prefect.db", "", []
             return
-        holder: dict[str, Any] = {"key": this_host()}
+        holder = {"key": this_host()}
         deadline = time.monotonic() + LEAVING_S
         while not (is_ours_now := try_lock(lock)) and holder.get("key") == this_host() and time.monotonic() < deadline:
             time.sleep(0.1)  # a server of this host, whose supervisor was killed, is just ending

@@ -72,7 +72,7 @@ def supervise(home: Path, name: str) -> int:
         port = _port(home, name)
         write_state(state, {"pid": os.getpid()})
         # the handler only takes note, and the loops look at the list: a handler runs in the middle of anything
-        signals: list[int] = []
+        signals = []
         signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
         process, url, beside = _launch(home, name, port)
         if not _wait_until_healthy(home, name, process, url, signals):

@@ -92,7 +92,7 @@ class Attempt:
         output = log_tail(self.run, self.number)
         error = None
         disk = ""
-        silent: dict[str, str] = {}
+        silent = {}
         # with a result the ranks have ended by themselves, and nothing has to be found out
         if result is None:
             with contextlib.suppress(OSError):  # of a full disk

@@ -84,7 +84,7 @@ class ClassTable(Record):
         counts = [[row.name, *map(str, own)] for row, own in zip(self.classes, self.confusion, strict=True)]
         if self.of == "class":
             heading = "Targets by class (rows) and predicted class (columns):"
-            columns: Sequence[str] = ["", *(row.name for row in self.classes)]
+            columns = ["", *(row.name for row in self.classes)]
         else:
             heading = "Right and wrong predictions of each label:"
             columns = ["", *CELLS]

@@ -41,7 +41,7 @@ PACKAGES = {
 def raw_prediction_of(exported: ExportedModel) -> RawPrediction | None:
     """Return how an exported file predicts from raw rows; None if what is beside it does not say."""
     signature = read_signature(exported.path)
-    tensors: set[str] = set()
+    tensors = set()
     for node in read_model(exported.path).graph.node:
         tensors.update(node.output)
     return raw_prediction(

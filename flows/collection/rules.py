@@ -111,16 +111,13 @@ def reason_to_keep(run: RunDir, rules: Rules, facts: Facts, *, is_ours: bool = F
         return f"it is among the {rules.keep} newest"
     if (age := age_days(run.root)) < rules.days:
         return f"it was changed {age:.1f} days ago"
-    if not rules.resumable and _can_go_on(run, state):
+    # it would export what is trained, or train from a checkpoint
+    can_go_on = state == "trained" or (state != "exported" and list_checkpoints(run))
+    if can_go_on and not rules.resumable:
         return "`onward resume` can continue it (--resumable)"
     if is_ours:  # what the registry said when the list was made may be no longer true
         facts.in_use.clear()
     return _sweep_needs(run) or _registry_needs(run, facts) or _others_need(run, facts)
-
-
-def _can_go_on(run: RunDir, state: State) -> bool:
-    """Return whether `onward resume` would do something: export what is trained, or train from a checkpoint."""
-    return state == "trained" or (state != "exported" and bool(list_checkpoints(run)))
 
 
 def _state(run: RunDir, listed: State) -> State:

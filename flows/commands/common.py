@@ -18,10 +18,7 @@ MAX_SEED = 2**32 - 1
 """The greatest seed that NumPy takes, too."""
 
 
-Days = Annotated[
-    float,
-    Option(min=0.0, max=36_500.0, help="Keep what was changed or used in this many days."),
-]
+Days = Annotated[float, Option(min=0.0, max=36_500.0, help="Keep what was changed or used in this many days.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object on stdout, and everything else on stderr.")]
 ConfigFile = Annotated[
     str,
@@ -43,10 +40,7 @@ Boxes = Annotated[
     Path | None,
     Option(help="Object detection: a .json of COCO, or a folder of YOLO's .txt or Pascal VOC's .xml files."),
 ]
-Profile = Annotated[
-    str,
-    Option(metavar="NAME", help="Also take the tables profiles.NAME of the files."),
-]
+Profile = Annotated[str, Option(metavar="NAME", help="Also take the tables profiles.NAME of the files.")]
 StopOverrides = Annotated[
     list[str] | None,
     Argument(

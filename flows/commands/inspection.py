@@ -10,15 +10,7 @@ from typing import Annotated
 from typer import Argument, Exit, Option
 
 from onward.flows import api, model_api
-from onward.flows.commands.common import (
-    All,
-    ConfigFile,
-    Json,
-    Overrides,
-    Profile,
-    layers_of,
-    print_json,
-)
+from onward.flows.commands.common import All, ConfigFile, Json, Overrides, Profile, layers_of, print_json
 from onward.trainer.errors import ConfigError, RuntimeUnavailable
 from onward.trainer.run.machine.quick_imports import quick_imports
 
@@ -32,8 +24,7 @@ def doctor(
         ),
     ] = None,
     data: Annotated[
-        str | None,
-        Argument(metavar="DATA", help="Labelled data to try preprocessings on, as data.source."),
+        str | None, Argument(metavar="DATA", help="Labelled data to try preprocessings on, as data.source.")
     ] = None,
     overrides: Overrides = None,
     label: Annotated[str, Option(help="The column of labels; short for data.label=NAME.")] = "",

@@ -18,8 +18,7 @@ from onward.trainer.run.machine import this_machine
 
 # The kinds of export.variants, repeated because importing the configuration would slow `--help` down; a test compares.
 VariantKind = StrEnum(
-    "VariantKind",
-    "optimized fp16 bf16 fp16_compute int8_dynamic int8_static without_loss with_preprocessing training",
+    "VariantKind", "optimized fp16 bf16 fp16_compute int8_dynamic int8_static without_loss with_preprocessing training"
 )
 
 
@@ -128,13 +127,9 @@ def promote(
 
 
 def example(
-    name: Annotated[
-        str | None,
-        Argument(metavar="NAME", help="The example; without it they are listed."),
-    ] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="The example; without it they are listed.")] = None,
     folder: Annotated[
-        Path | None,
-        Argument(metavar="FOLDER", help="The folder to make; without it the example's name."),
+        Path | None, Argument(metavar="FOLDER", help="The folder to make; without it the example's name.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -83,12 +83,7 @@ def predict(
     if output and not into_folder and (problems := output_problems(path, overwrite=overwrite)):
         raise ConfigError(problems)
     found = api.predictions(
-        source,
-        data,
-        inputs=parsed_inputs(inputs),
-        batch_size=batch_size,
-        bad_rows=bad_rows,
-        report=api.print_progress,
+        source, data, inputs=parsed_inputs(inputs), batch_size=batch_size, bad_rows=bad_rows, report=api.print_progress
     )
     if output:
         if into_folder:
@@ -171,12 +166,7 @@ def evaluate(
     command says how. Of a detector --boxes names the boxes of these images.
     """
     found = api.evaluate(
-        source,
-        data,
-        with_boxes(overrides, boxes),
-        batch_size=batch_size,
-        bad_rows=bad_rows,
-        report=api.print_progress,
+        source, data, with_boxes(overrides, boxes), batch_size=batch_size, bad_rows=bad_rows, report=api.print_progress
     )
     skipped = _skipped(dict(found.skipped))
     if as_json:

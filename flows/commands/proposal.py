@@ -14,10 +14,7 @@ from onward.flows.commands.common import Boxes, Json, Overrides, print_json, wit
 
 def init(
     model: Annotated[Path, Argument(metavar="MODEL.onnx", help="The ONNX file to train.")],
-    data: Annotated[
-        str,
-        Argument(metavar="DATA", help="A file, a folder or a glob, as data.source."),
-    ],
+    data: Annotated[str, Argument(metavar="DATA", help="A file, a folder or a glob, as data.source.")],
     overrides: Overrides = None,
     output: Annotated[Path, Option("--output", "-o", help="The configuration to write.")] = Path("config.toml"),
     force: Annotated[bool, Option("--force", help="Replace the configuration if there is one.")] = False,

@@ -14,8 +14,7 @@ def report(
     runs: Annotated[
         list[str] | None,
         Argument(
-            metavar="RUN ...",
-            help="Runs, each as in `onward status`; several are compared in one file. Default: last.",
+            metavar="RUN ...", help="Runs, each as in `onward status`; several are compared in one file. Default: last."
         ),
     ] = None,
     output: Annotated[

@@ -10,15 +10,7 @@ from urllib.parse import urlsplit
 from typer import Option
 
 from onward.flows import api
-from onward.flows.commands.common import (
-    ConfigFile,
-    Json,
-    Overrides,
-    Profile,
-    layers_of,
-    print_facts,
-    print_json,
-)
+from onward.flows.commands.common import ConfigFile, Json, Overrides, Profile, layers_of, print_facts, print_json
 from onward.trainer.errors import RuntimeUnavailable, say
 
 
@@ -53,8 +45,7 @@ def deploy(
     name: Annotated[str, Option(help="Name of the deployment, shown as train-onnx/NAME.")] = "default",
     cron: Annotated[str, Option(help="When to run, as a cron expression, for example '0 2 * * *'.")] = "",
     interval: Annotated[
-        float,
-        Option(min=0.0, max=1e9, help="Seconds between two runs, in place of --cron.", show_default=False),
+        float, Option(min=0.0, max=1e9, help="Seconds between two runs, in place of --cron.", show_default=False)
     ] = 0.0,
     timezone: Annotated[str, Option(help="Time zone of --cron, for example Europe/Berlin.")] = "UTC",
     allow: Annotated[
@@ -90,11 +81,9 @@ def deploy(
     from onward.flows.running.local_run import prefect_server
 
     with prefect_server(start=False) as url:
-        from onward.flows.deploying.deploy import Place
-        from onward.flows.deploying.deploy import deploy as make_deployment
+        from onward.flows.deploying import deploy as deploying
 
-        place = Place(pool=pool, queue=queue, image=image)
-        deployment_id, limits = make_deployment(
+        deployment_id, limits = deploying.deploy(
             resolved,
             name,
             cron=cron,
@@ -102,7 +91,7 @@ def deploy(
             timezone=timezone,
             allowed=allow or (),
             all_waiting=all_waiting,
-            place=place,
+            place=deploying.Place(pool=pool, queue=queue, image=image),
         )
     facts: dict[str, Any] = {
         "deployment": f"train-onnx/{name}",

@@ -17,8 +17,7 @@ def submit(
     profile: Profile = "",
     nodes: Annotated[int, Option(min=1, max=100_000, help="Hosts that share the ranks.")] = 1,
     sbatch: Annotated[
-        list[str] | None,
-        Option(metavar="OPTION", help="Of sbatch, such as time=2:00:00 or partition=gpu. Repeatable."),
+        list[str] | None, Option(metavar="OPTION", help="Of sbatch, such as time=2:00:00 or partition=gpu. Repeatable.")
     ] = None,
     kind: Annotated[
         Literal["job", "trainjob", "mpijob"],

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 def sweep(
     config: Annotated[
-        str,
-        Argument(metavar="[CONFIG]", help="The TOML file of the runs, or the name of an example."),
+        str, Argument(metavar="[CONFIG]", help="The TOML file of the runs, or the name of an example.")
     ] = "",
     settings: Annotated[
         list[str] | None,

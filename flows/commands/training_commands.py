@@ -33,10 +33,7 @@ def run(
     config: ConfigFile,
     overrides: Overrides = None,
     profile: Profile = "",
-    name: Annotated[
-        str,
-        Option(metavar="NAME", help="Of the run, in place of the configuration's and a number."),
-    ] = "",
+    name: Annotated[str, Option(metavar="NAME", help="Of the run, in place of the configuration's and a number.")] = "",
     continue_run: Annotated[
         bool,
         Option("--continue", help="If there is a run of that --name, resume it; end with status 0 if it is finished."),
@@ -59,16 +56,13 @@ def resume(
     run: RunName,
     overrides: StopOverrides = None,
     from_start: Annotated[
-        bool,
-        Option("--from-start", help="Begin again at step 0, if all checkpoints are damaged; they are kept."),
+        bool, Option("--from-start", help="Begin again at step 0, if all checkpoints are damaged; they are kept.")
     ] = False,
     accept_config: Annotated[
-        bool,
-        Option("--accept-config", help="Go on with a config.json that was edited; the report says so."),
+        bool, Option("--accept-config", help="Go on with a config.json that was edited; the report says so.")
     ] = False,
     allow_code: Annotated[
-        bool,
-        Option("--allow-code", help="Execute Python files of STORE/RUN that are not on this machine."),
+        bool, Option("--allow-code", help="Execute Python files of STORE/RUN that are not on this machine.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -86,8 +80,7 @@ def resume(
 
 def verify(
     source: Annotated[
-        str,
-        Argument(metavar="RUN_OR_CHECKPOINT", help="A run as in `onward status`, or a checkpoint directory."),
+        str, Argument(metavar="RUN_OR_CHECKPOINT", help="A run as in `onward status`, or a checkpoint directory.")
     ] = "last",
     replay: Annotated[
         bool, Option("--replay", help="Also train from one kept checkpoint to the next, and compare every bit.")
@@ -241,10 +234,7 @@ def runs(
             print(f"{each['name'] or each['run_id']} is damaged: {each['error']}", file=sys.stderr)
 
 
-def clean(
-    days: Days = 30.0,
-    as_json: Json = False,
-) -> None:
+def clean(days: Days = 30.0, as_json: Json = False) -> None:
     """Delete local copies of remote files that were not used for some days.
 
     They are under ONWARD_HOME/downloads, and shard files of servers under ONWARD_HOME/streamed. Copies of a run that

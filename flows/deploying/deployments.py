@@ -114,7 +114,8 @@ def _facts(client: SyncPrefectClient, found: DeploymentResponse) -> DeploymentFa
         sort=FlowRunSort.START_TIME_DESC,
     )
     # one that was skipped while it waited has an end, and never began
-    begun = [run for run in begun if run.start_time and run.run_count]
+    started = [run for run in begun if run.start_time]
+    begun = [run for run in started if run.run_count]
     paused = found.paused
     # each schedule has a switch of its own, and with all of them off nothing begins by itself either
     if found.schedules and not any(schedule.active for schedule in found.schedules):

@@ -13,8 +13,9 @@ from onward.trainer.data.schema.signature import model_files
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.remote.local_copies import WRITTEN
 
-DATA = [key for key in PATHS if key.startswith("data.") and key != "data.text.tokenizer"]
+DATA = [key for key in PATHS if key.startswith("data.")]
 """The settings that name data."""
+DATA.remove("data.text.tokenizer")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from onward.infra.job import slurm_jobs
@@ -89,7 +90,7 @@ class RunSender:
         self.held: frozenset[Path] = frozenset()
         """The checkpoint that is being sent: it must stay on the disk."""
         self._log = log
-        self._kept: tuple[CheckpointInfo, ...] | None = None
+        self._kept: Sequence[CheckpointInfo] | None = None
         """None before the first offer: then nothing leaves the store."""
         self._changed = threading.Event()
         self._closing = threading.Event()
@@ -118,7 +119,7 @@ class RunSender:
     def __exit__(self, *ended: object) -> None:
         self._abandon()
 
-    def offer(self, kept: tuple[CheckpointInfo, ...]) -> None:
+    def offer(self, kept: Sequence[CheckpointInfo]) -> None:
         """Let these verified checkpoints be in the store, in place of those that a run does not keep."""
         if self._kept != kept:
             self._kept = kept

@@ -99,6 +99,7 @@ def evaluate(
     from onward.trainer.export.measuring import evaluating
     from onward.trainer.export.measuring.predictions import Predictions, batch_rows
 
+    _check_rows(batch_size, bad_rows)
     opened = open_model(source)
     guessed: tuple[str, ...] = ()
     changes = changes_in(overrides)
@@ -175,11 +176,15 @@ def predictions(
     """Return the predictions of `predict`, which are computed while they are read. Raises as `predict`."""
     from onward.trainer.export.measuring.predictions import Predictions, batch_rows
 
-    if batch_size < 0 or bad_rows not in ("fail", "skip"):
-        raise ConfigError(f"batch_size is {batch_size} and bad_rows {bad_rows!r}: 0 or more, and fail or skip")
+    _check_rows(batch_size, bad_rows)
     opened = open_model(source, inputs=inputs)
     batches = raw_batches(opened, data, batch_rows(opened.predictor, batch_size))
     return Predictions(opened.predictor, batches, skips=bad_rows == "skip", report=report)
+
+
+def _check_rows(batch_size: int, bad_rows: str) -> None:
+    if batch_size < 0 or bad_rows not in ("fail", "skip"):
+        raise ConfigError(f"batch_size is {batch_size} and bad_rows {bad_rows!r}: 0 or more, and fail or skip")
 
 
 def raw_batches(

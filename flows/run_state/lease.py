@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
@@ -90,11 +91,13 @@ def is_replaced(lock: IO[bytes], path: Path) -> bool:
 def free_abandoned(paths: Sequence[Path]) -> list[Path]:
     """Free those locks that another host holds and does not renew, and return them. Takes LEASE_S if there are any."""
     watched = {path: stamp for path in paths if (stamp := _stamp_of_other_host(path))}
+    # chosen before the wait: a host that has made such a file by now and lives replaces the lock meanwhile
+    claims = {path: _next_claim(path, stamp) for path, stamp in watched.items()}
     deadline = time.monotonic() + LEASE_S
     while watched and time.monotonic() < deadline:
         time.sleep(LOOK_S)
         watched = {path: stamp for path, stamp in watched.items() if _stamp_of_other_host(path) == stamp}
-    return [path for path, stamp in watched.items() if _replace(path, stamp)]
+    return [path for path, stamp in watched.items() if _replace(path, stamp, claims[path])]
 
 
 def _stamp_of_other_host(path: Path) -> Stamp | None:
@@ -114,9 +117,14 @@ def _stamp_of_other_host(path: Path) -> Stamp | None:
     return found.st_ino, found.st_ctime_ns
 
 
-def _replace(path: Path, stamp: Stamp) -> bool:
+def _next_claim(path: Path, stamp: Stamp) -> Path:
+    """Return a file beside an abandoned lock that no host has made yet: who makes it may replace the lock."""
+    names = (path.with_name(f".{path.name}-{stamp[0]}-{stamp[1]}-{number}") for number in itertools.count())
+    return next(name for name in names if not name.exists())
+
+
+def _replace(path: Path, stamp: Stamp, claim: Path) -> bool:
     """Put a new, free lock in the place of an abandoned one; return whether this process has done it."""
-    claim = path.with_name(f".{path.name}-{stamp[0]}-{stamp[1]}")
     try:
         # of several hosts that find it abandoned, one makes this file
         os.close(os.open(claim, os.O_CREAT | os.O_EXCL, 0o600))
@@ -124,6 +132,10 @@ def _replace(path: Path, stamp: Stamp) -> bool:
         return False
     # its holder may have come back, or another host has put a new file there
     if _stamp_of_other_host(path) != stamp:
+        claim.unlink(missing_ok=True)
         return False
     claim.replace(path)
+    # of hosts that died before they could replace it
+    for left in path.parent.glob(f".{path.name}-{stamp[0]}-{stamp[1]}-*"):
+        left.unlink(missing_ok=True)
     return True

@@ -131,6 +131,9 @@ def test_what_cannot_predict_says_why(run: RunDir, home: Path, tmp_path: Path) -
         onward.predict(run.root, tmp_path / "t.csv", inputs={"age": ["age"]})
     with pytest.raises(ConfigError, match=r"has a preprocessing\.json, which decides"):
         onward.evaluate(run.root, tmp_path / "t.csv", {"data.label": "age"})
+    for function in (onward.predict, onward.evaluate):
+        with pytest.raises(ConfigError, match="batch_size is -1 and bad_rows 'ignore': 0 or more, and fail or skip"):
+            function(run.root, tmp_path / "t.csv", batch_size=-1, bad_rows="ignore")  # type: ignore[operator]
     run.exported.unlink()
     with pytest.raises(ConfigError, match="has no exported file yet; `onward export"):
         onward.predict(run.root, tmp_path / "t.csv")

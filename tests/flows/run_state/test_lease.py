@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from onward.flows.run_state import lease
@@ -79,6 +80,10 @@ def test_of_several_hosts_one_frees_an_abandoned_lock_and_its_holder_ends_when_i
         process.send_signal(signal.SIGSTOP)
         with path.open("ab") as lock:
             assert not try_lock(lock), "the kernel still holds it"
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, limit_s=20)
+        # of a host that died before it could replace the lock
+        found = path.stat()
+        path.with_name(f".lock-{found.st_ino}-{found.st_ctime_ns}-0").touch()
         with ThreadPoolExecutor(4) as takers:
             freed = [*takers.map(lambda _: free_abandoned([path]), range(4))]
         assert sorted(map(len, freed)) == [0, 0, 0, 1]

@@ -172,24 +172,6 @@ def bit_shift(c: Call, x: Value, by: Value) -> Value:
     return c(torch.bitwise_left_shift if left else torch.bitwise_right_shift, x, by)
 
 
-def cumulative_product(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:
-    """Return the product of the elements up to each one along `axis`, without itself if `exclusive`: the shape of x."""
-    x = x.flip(axis) if reverse else x
-    if exclusive:
-        # shifted by one element, behind a 1
-        one = torch.ones_like(x.narrow(axis, 0, min(1, x.shape[axis])))
-        x = torch.cat((one, x.narrow(axis, 0, max(x.shape[axis] - 1, 0))), axis)
-    # in the type of x, where torch would promote integers to int64
-    product = torch.cumprod(x, axis, dtype=x.dtype)
-    return product.flip(axis) if reverse else product
-
-
-@lower("CumProd", since=(26,))
-def cumprod(c: Call, x: Value, axis: Value) -> Value:
-    where = c.axis(x, int(c.number(axis)))
-    return c(cumulative_product, x, where, bool(c.attr("exclusive", 0)), bool(c.attr("reverse", 0)))
-
-
 @lower("PRelu", since=(7, 9, 16))
 def prelu(c: Call, x: Value, slope: Value) -> Value:
     # F.prelu takes a slope for each channel alone; ONNX lets the slope broadcast

@@ -31,7 +31,7 @@ from onward.trainer.onnx_import.lowering.integer_storage import move_before_stor
 from onward.trainer.onnx_import.roles.role_tables import MOVES
 from onward.trainer.onnx_import.tracing.eager import EagerTracer
 from onward.trainer.onnx_import.tracing.tracing import Tracer
-from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, ShapeArray, Value, element_type
+from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced, Value, element_type
 
 Rule = Callable[..., Value]
 RunBody = Callable[[onnx.GraphProto, Sequence[Value]], list[Value]]
@@ -158,7 +158,7 @@ class Call:
         array = self.tracer.shape_ints(x)
         if array is None:
             raise NeedsRuntimeValues("an operand that must be a constant or a shape is computed at run time")
-        return list(array.reshape(-1))
+        return [length if isinstance(length, Traced) else int(length) for length in array.reshape(-1)]
 
     def axis(self, x: Value, axis: int) -> int:
         """Return an axis as a non-negative number."""
@@ -204,7 +204,7 @@ def run_rule(call: Call, rule: Rule, operands: Sequence[Value]) -> tuple[Value, 
         result = NotImplemented
         # what only moves elements runs on the floats before storage, so that gradients pass (integer_storage.py)
         if call.op in MOVES and not call.eager:
-            result = move_before_storage(call.tracer, functools.partial(rule, call), tensors)
+            result = move_before_storage(functools.partial(rule, call), tensors)
         if result is NotImplemented:
             result = rule(call, *tensors)
     except UnsupportedNode:
@@ -221,10 +221,7 @@ def _apply_shape_rule(call: Call, operands: Sequence[Value]) -> Value:
     rule = SHAPE_RULES.get(call.op)
     if rule is None or not any(isinstance(operand, np.ndarray) for operand in operands):
         return NotImplemented
-    arrays: list[ShapeArray | None] = []
-    for operand in operands:
-        array = None if operand is None else call.tracer.shape_numbers(operand)
-        if operand is not None and array is None:
-            return NotImplemented
-        arrays.append(array)
+    arrays = [call.tracer.shape_numbers(operand) for operand in operands]
+    if any(array is None and operand is not None for array, operand in zip(arrays, operands, strict=True)):
+        return NotImplemented
     return rule(call, *arrays)

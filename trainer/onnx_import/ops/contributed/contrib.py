@@ -21,6 +21,7 @@ from onward.trainer.onnx_import.ops.contributed.attention import (
     window_mask,
 )
 from onward.trainer.onnx_import.ops.conv import conv
+from onward.trainer.onnx_import.ops.elementwise import hard_sigmoid, swish
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.ops.matmul import gemm
 from onward.trainer.onnx_import.ops.norm import layer_normalization
@@ -57,14 +58,9 @@ def fast_gelu(c: Call, x: Value, bias: Value = None) -> Value:
     return c(F.gelu, x if bias is None else c(torch.add, x, bias), approximate="tanh")
 
 
-def quick_gelu(x: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Return x sigmoid(alpha x)."""
-    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
-
-
 @_microsoft("QuickGelu")
-def quick_gelu_(c: Call, x: Value) -> Value:
-    return c(quick_gelu, x, c.attr("alpha", 1.702))
+def quick_gelu(c: Call, x: Value) -> Value:
+    return c(swish, x, c.attr("alpha", 1.702))
 
 
 @_microsoft("BiasSplitGelu")
@@ -94,7 +90,7 @@ def activate(c: Call, x: Value, name: str, numbers: Sequence[float]) -> Value:
     if name == "Clip":
         return c(torch.clamp, x, first, second)
     if name == "HardSigmoid":
-        return c(torch.clamp, c(torch.add, c(torch.mul, x, first), second), 0.0, 1.0)
+        return c(hard_sigmoid, x, first, second)
     raise UnsupportedNode(f"activation {name!r}")
 
 

@@ -42,7 +42,7 @@ from onward.trainer.onnx_graph.beyond_onnx import check, put_right, refused
 from onward.trainer.onnx_graph.files.attribute_bounds import passed_attribute_problems
 from onward.trainer.onnx_graph.files.element_types import HALVES, PACKED, torch_dtype
 from onward.trainer.onnx_graph.files.external_ranges import external_problems
-from onward.trainer.onnx_graph.files.index import dims_of, inputs_of, opsets_of, without_large_tensors
+from onward.trainer.onnx_graph.files.index import dims_of, functions_of, inputs_of, opsets_of, without_large_tensors
 from onward.trainer.onnx_graph.files.model_files import opset_problems
 from onward.trainer.onnx_graph.files.source_model import SourceModel
 from onward.trainer.onnx_graph.files.stored_protos import load_small_tensors
@@ -55,7 +55,7 @@ from onward.trainer.onnx_graph.surgery.blocked_layout import mark_blocks
 from onward.trainer.onnx_graph.surgery.stochastic_depth import find_branches, mark_branches
 from onward.trainer.onnx_graph.surgery.training_norms import mark_batch_statistics
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
-from onward.trainer.onnx_import.lowering.lowering import GraphLowering, local_functions, unknown_operators
+from onward.trainer.onnx_import.lowering.lowering import GraphLowering, unknown_operators
 from onward.trainer.onnx_import.ops.cast import widen_half
 from onward.trainer.onnx_import.passes.fuse import fuse_graph as fuse_graph
 from onward.trainer.onnx_import.quantization.quantized_weights import (
@@ -292,7 +292,7 @@ class ImportAttempt:
         self.onnx_names |= following.names
         graph = self.model.graph
         lowering = GraphLowering(
-            self.tracer, graph, local_functions(self.model), self.base, self.problems, before=following.before
+            self.tracer, graph, functions_of(self.model), self.base, self.problems, before=following.before
         )
         if self.batch is None:  # a dynamic batch contradicts the shapes that a file of fixed batch has as constants
             lowering.shapes = functools.cache(lambda: infer_probes(self.model, stored, lengths))

@@ -27,6 +27,9 @@ SMALL = 1024
 UNTIED = ".untied."
 """Part of the name of every copy that `model.untie` makes; the search for tied weights leaves these apart."""
 
+FunctionKey = tuple[str, str, str]
+"""(domain, name, overload) of a function that a model defines itself."""
+
 
 # -- domains
 
@@ -34,6 +37,11 @@ UNTIED = ".untied."
 def domain_of(part: onnx.NodeProto | onnx.OperatorSetIdProto) -> str:
     """Return the domain of an operator, "" for that of ONNX, which has a second name."""
     return "" if part.domain == "ai.onnx" else part.domain
+
+
+def is_onnx(node: onnx.NodeProto | None, *operators: str) -> bool:
+    """Return whether there is a node, and it is of one of these operators of ONNX's own domain."""
+    return node is not None and node.op_type in operators and domain_of(node) == ""
 
 
 def opsets_of(model: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
@@ -53,6 +61,17 @@ def inputs_of(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     """Return the inputs without initializers, which files with an IR version below 4 list as well."""
     stored = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     return [value for value in graph.input if value.name not in stored]
+
+
+def functions_of(model: onnx.ModelProto) -> dict[FunctionKey, onnx.FunctionProto]:
+    """Return the functions that a model defines."""
+    return {(function.domain, function.name, function.overload): function for function in model.functions}
+
+
+def bodies_of(model: onnx.ModelProto) -> Iterator[tuple[Iterable[onnx.NodeProto], dict[str, int]]]:
+    """Yield (nodes, opsets) of the graph and of each function, once each, however often it is called."""
+    for body, opsets in ((model.graph, opsets_of(model)), *((f, opsets_of(f)) for f in model.functions)):
+        yield body.node, opsets
 
 
 def part_with(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> onnx.ModelProto:
@@ -388,9 +407,8 @@ def _dims(value: onnx.ValueInfoProto) -> Dims | None:
 
 
 def _length_or_symbol(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    if dim.HasField("dim_value") and dim.dim_value >= 0:
-        return dim.dim_value
-    return dim.dim_param or None
+    length = length_of(dim)
+    return (dim.dim_param or None) if length is None else length
 
 
 def _matrix(name: str, rows: Dims | None, columns: int | None) -> onnx.ValueInfoProto:

@@ -95,8 +95,7 @@ class Call:
 
     def module(self, module: nn.Module, *args: Any) -> Value:
         """Call a module that follows train() and eval(), registered under the node's name."""
-        name = self._node.name or self._node.output[0]
-        return self.tracer.call_module(name.replace(".", "_").replace("/", "_") or self.op, module, *args)
+        return self.tracer.call_module(self._node.name or self._node.output[0] or self.op, module, *args)
 
     @property
     def eager(self) -> bool:

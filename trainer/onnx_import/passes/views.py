@@ -89,8 +89,8 @@ def _split_once(r: Rewriter, x: fx.Node, axis: int, function: Any, parts: Parts)
     if 0 in lengths:  # an empty slice is not a part
         return False
     how = (lengths, axis) if function is torch.split else (axis,)
-    # directly after x, so that it precedes every part wherever that is in the graph
-    with r.graph.inserting_after(_insertion_point(r, x)):
+    # directly after x, or the inputs, so that it precedes every part wherever that is in the graph
+    with r.graph.inserting_after(max([x, *r.graph.find_nodes(op="placeholder")])):
         all_parts = r.graph.call_function(function, (x, *how))
     for i, (_, _, part) in enumerate(parts):
         # in the place of the part, so that it precedes the readers of the part
@@ -100,9 +100,3 @@ def _split_once(r: Rewriter, x: fx.Node, axis: int, function: Any, parts: Parts)
         part.replace_all_uses_with(new)
         r.remove(part)
     return True
-
-
-def _insertion_point(r: Rewriter, x: fx.Node) -> fx.Node:
-    """Return the node after which a call that reads x is inserted: x, or the last input."""
-    inputs: list[fx.Node] = list(r.graph.find_nodes(op="placeholder"))
-    return max([x, *inputs])

@@ -32,8 +32,10 @@ from onward.trainer.onnx_import.scaled_values import (
     ScaleLayout,
     broadcast_scale,
     dequantize,
+    integer_bounds,
     quantized_values,
     round_and_clamp,
+    scale_axis,
     straight_through,
 )
 from onward.trainer.onnx_import.tracing.values import Traced, Value
@@ -72,8 +74,7 @@ def integer_range(target: int) -> tuple[int, int]:
     if target in INT_BITS:
         half = 2 ** (INT_BITS[target] - 1)
         return (-half, half - 1) if target in (TensorProto.INT4, TensorProto.INT2) else (0, 2 * half - 1)
-    dtype = torch_dtype(target)
-    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return integer_bounds(torch_dtype(target))
 
 
 def store_integers(c: Call, found: Value, target: int) -> Value:
@@ -83,8 +84,7 @@ def store_integers(c: Call, found: Value, target: int) -> Value:
 
 
 def _scale_layout(c: Call, x: Value) -> ScaleLayout:
-    axis = c.attr("axis", 1)
-    return (c.axis(x, axis) if -x.ndim <= axis < x.ndim else 0), c.attr("block_size", 0)
+    return scale_axis(c.attr("axis", 1), x.ndim), c.attr("block_size", 0)
 
 
 def float_quantized_values(

@@ -21,15 +21,21 @@ import onnx
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, FunctionKey, domain_of, functions_of, subgraphs
+from onward.trainer.onnx_graph.files.index import (
+    FLOAT_TYPES,
+    PACKED_BITS,
+    FunctionKey,
+    domain_of,
+    functions_of,
+    subgraphs,
+)
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 
 Scope = onnx.GraphProto | onnx.FunctionProto
 
 NARROW_TYPES = (
-    TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16, TensorProto.INT4, TensorProto.UINT4,
-    TensorProto.INT2, TensorProto.UINT2, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2,
-    TensorProto.FLOAT8E5M2FNUZ, TensorProto.FLOAT4E2M1,
+    TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16, *PACKED_BITS, TensorProto.FLOAT8E4M3FN,
+    TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ,
 )  # fmt: skip
 """Element types of quantized weights; wider integers are positions, lengths and indices."""
 

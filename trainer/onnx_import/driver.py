@@ -219,11 +219,11 @@ def import_graph(
     model: onnx.ModelProto,
     stored: Mapping[str, torch.Tensor],
     roles: Mapping[str, Role],
-    base: Path | None = None,
+    base: Path | None,
     *,
     quantized: Mapping[str, QuantizedWeight],
-    quantizers: tuple[Quantizer, ...] = (),
-    widen: bool | None = None,
+    quantizers: tuple[Quantizer, ...],
+    widen: bool | None,
 ) -> tuple[ImportAttempt, fx.Graph]:
     """Trace the graph at several sizes and return the attempt with the lowest cost.
 
@@ -256,11 +256,11 @@ class ImportAttempt:
     roles: Mapping[str, Role]
     batch: int | None
     """The batch size that the file declares, if it is treated as dynamic."""
-    base: Path | None = None
+    base: Path | None
     """The directory of external data that was not loaded."""
-    quantized: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    quantized: Mapping[str, QuantizedWeight]
     """The trained tensors that are stored as integers."""
-    quantizers: tuple[Quantizer, ...] = ()
+    quantizers: tuple[Quantizer, ...]
     """The scales that follow what is trained."""
     problems: list[str] = field(default_factory=list)
     onnx_names: dict[str, str] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import onnx
@@ -17,6 +18,11 @@ from onnx import TensorProto, helper
 FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 """Element types in which weights are trained, and those among them of half precision."""
+
+PACKED_BITS = {
+    TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2, TensorProto.FLOAT4E2M1: 4
+}  # fmt: skip
+"""Element types of less than a byte -> their bits."""
 
 NEVER_TRAINED = frozenset({TensorProto.INT64, TensorProto.UINT64, TensorProto.BOOL, TensorProto.STRING})
 """Element types of lengths, indices and masks, in which no weights are stored."""
@@ -47,6 +53,16 @@ def is_onnx(node: onnx.NodeProto | None, *operators: str) -> bool:
 def opsets_of(model: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
     """Return the opset version of each domain that a model or a function imports."""
     return {domain_of(entry): entry.version for entry in model.opset_import}
+
+
+def name_of(node: onnx.NodeProto) -> str:
+    """Return the name of a node; if it has none, that of its first output."""
+    return node.name or next(filter(None, node.output), "")
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name matches one of these globs."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def operator_of(node: onnx.NodeProto) -> str:

@@ -30,6 +30,8 @@ from onward.trainer.onnx_graph.files.index import (
     Index,
     inputs_of,
     known_types,
+    matches_any,
+    name_of,
     names_read,
     nodes_between,
     nodes_inside,
@@ -162,7 +164,7 @@ def describe(nodes: Iterable[onnx.NodeProto], tensors: Iterable[str]) -> str:
 def label_of(node: onnx.NodeProto) -> str:
     """Return the operator and the name of a node, for messages."""
     operator = operator_of(node)
-    name = node.name or next(filter(None, node.output), "")
+    name = name_of(node)
     return operator if name == node.op_type else f"{operator} {name!r}"
 
 
@@ -304,6 +306,4 @@ def _graphs_inside(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _is_trained(name: str, config: ModelConfig) -> bool:
-    if any(fnmatchcase(name, pattern) for pattern in config.freeze):
-        return False
-    return any(fnmatchcase(name, pattern) for pattern in config.train)
+    return matches_any(name, config.train) and not matches_any(name, config.freeze)

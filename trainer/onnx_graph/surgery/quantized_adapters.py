@@ -18,7 +18,6 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import numpy as np
 import onnx
@@ -26,7 +25,7 @@ from onnx import helper, numpy_helper
 
 from onward.trainer.config.sections.model import LoraConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import Index, attributes_of, is_onnx, replace_entries
+from onward.trainer.onnx_graph.files.index import Index, attributes_of, is_onnx, matches_any, replace_entries
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def add_quantized_adapters(model: onnx.ModelProto, config: LoraConfig, *, seed: 
     problems = list[str]()
     added: dict[str, list[onnx.NodeProto]] = {}
     for name, product in _quantized_products(index).items():
-        if not any(fnmatchcase(name, pattern) for pattern in config.weights):
+        if not matches_any(name, config.weights):
             continue
         a = f"{name}.lora_a"
         b = f"{name}.lora_b"

@@ -14,7 +14,7 @@ that it did not read are refused with a message.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch import nn
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.beyond_onnx import is_note_of_a_tool
 from onward.trainer.onnx_graph.files.element_types import torch_dtype
-from onward.trainer.onnx_graph.files.index import attribute_value
+from onward.trainer.onnx_graph.files.index import attribute_value, name_of
 from onward.trainer.onnx_import.fixed_batch.batch_constants import fit_operands
 from onward.trainer.onnx_import.lowering.integer_storage import move_before_storage
 from onward.trainer.onnx_import.roles.role_tables import MOVES
@@ -34,6 +34,7 @@ from onward.trainer.onnx_import.tracing.tracing import Tracer
 from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced, Value, element_type
 
 Rule = Callable[..., Value]
+Function = Callable[..., Any]
 RunBody = Callable[[onnx.GraphProto, Sequence[Value]], list[Value]]
 
 RULES: dict[tuple[str, int], Rule] = {}
@@ -55,6 +56,12 @@ def lower(*operators: str, since: Sequence[int]) -> Callable[[Rule], Rule]:
         return rule
 
     return register
+
+
+def lower_each(table: Mapping[str, tuple[Function, tuple[int, ...]]], rule_of: Callable[[Function], Rule]) -> None:
+    """Register the rule of each function of a table: operator -> (function of torch, versions of ONNX)."""
+    for operator, (function, since) in table.items():
+        lower(operator, since=since)(rule_of(function))
 
 
 def shape_rule(*operators: str) -> Callable[[Rule], Rule]:
@@ -84,7 +91,7 @@ class Call:
         self.batch = tracer.batch
         """The batch that the file declares as fixed, if it is treated as dynamic (batch_constants.py)."""
         self.num_outputs = len(node.output)
-        self.name = node.name or next(filter(None, node.output), "")
+        self.name = name_of(node)
         self._node = node
         self._attributes = {attribute.name: attribute for attribute in node.attribute}
         self._read: set[str] = set()

@@ -31,6 +31,7 @@ from onward.trainer.onnx_graph.files.index import (
     bodies_of,
     domain_of,
     functions_of,
+    name_of,
     nodes_inside,
     operator_of,
     opsets_of,
@@ -74,8 +75,7 @@ def since_version(node: onnx.NodeProto, opset: int) -> int:
 
 def node_label(node: onnx.NodeProto, opset: int) -> str:
     """Return the node as messages name it, such as "node 'relu_1': Relu-14"."""
-    name = node.name or next(filter(None, node.output), "")
-    return f"node {name!r}: {operator_of(node)}-{since_version(node, opset)}"
+    return f"node {name_of(node)!r}: {operator_of(node)}-{since_version(node, opset)}"
 
 
 def unknown_operators(model: onnx.ModelProto) -> list[str]:
@@ -231,14 +231,13 @@ class GraphLowering:
             tracer = EagerTracer(torch.device("cpu"), training=self.tracer.training)
             with torch.no_grad():
                 return lower_eagerly(node, dict(zip(names, args, strict=True)), context, tracer)
-        name = node.name or next(filter(None, node.output))
         # names inside a function body or an inner graph are local, and may be those of other values of the main graph
         known = {} if self.depth else self.shapes()
         # a result whose shape ONNX's inference knows can be traced further; else its readers run at run time, too
         results = [known.get(output) for output in node.output]
         statistics = {name for name, arg in zip(names, args, strict=True) if self.tracer.is_running_statistic(arg)}
         module = RuntimeNode(node, names, context, lower_eagerly, statistics=statistics)
-        return self.tracer.add_runtime_node(name, module, args, results)
+        return self.tracer.add_runtime_node(name_of(node), module, args, results)
 
     def lower(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
         """Lower one node by the first of the ways listed at the top of this file."""

@@ -7,12 +7,12 @@ from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.files.element_types import HALVES, PACKED, torch_dtype
-from onward.trainer.onnx_graph.files.index import element_type_name
+from onward.trainer.onnx_graph.files.index import PACKED_BITS, element_type_name
 from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.lowering.integer_storage import before_storage
 from onward.trainer.onnx_import.tracing.values import Value
 
-INT_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
+INT_BITS = {target: bits for target, bits in PACKED_BITS.items() if target != TensorProto.FLOAT4E2M1}
 
 
 @lower("Cast", since=(6, 9, 13, 19, 21, 23, 24, 25, 28))

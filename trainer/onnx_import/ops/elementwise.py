@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower, lower_each
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 Functions = dict[str, tuple[Callable[..., Any], tuple[int, ...]]]
@@ -61,8 +61,7 @@ def _unary(function: Callable[..., Any]) -> Rule:
     return lambda c, x: c(function, x)
 
 
-for _name, (_function, _since) in UNARY.items():
-    lower(_name, since=_since)(_unary(_function))
+lower_each(UNARY, _unary)
 
 
 # -- two operands, broadcast against each other
@@ -139,8 +138,7 @@ def _binary(function: Callable[..., Any]) -> Rule:
     return rule
 
 
-for _name, (_function, _since) in BINARY.items():
-    lower(_name, since=_since)(_binary(_function))
+lower_each(BINARY, _binary)
 
 
 @lower("Div", since=(7, 13, 14))
@@ -197,8 +195,7 @@ def _variadic(function: Callable[..., Any]) -> Rule:
     return rule
 
 
-for _name, (_function, _since) in VARIADIC.items():
-    lower(_name, since=_since)(_variadic(_function))
+lower_each(VARIADIC, _variadic)
 
 
 @lower("Mean", since=(6, 8, 13))

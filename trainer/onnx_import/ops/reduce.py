@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower, lower_each
 from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Value
 
 
@@ -131,8 +131,7 @@ def _reduction(function: Callable[..., Any]) -> Rule:
     return rule
 
 
-for _name, (_function, _since) in REDUCTIONS.items():
-    lower(_name, since=_since)(_reduction(_function))
+lower_each(REDUCTIONS, _reduction)
 
 
 @lower("ArgMax", "ArgMin", since=(1, 11, 12, 13))

@@ -245,7 +245,7 @@ class GraphFlow:
     def _alias(self, node: onnx.NodeProto, operands: Sequence[Flow]) -> str:
         """Return the stored tensor that the node returns unchanged: by Identity, or by a Cast to its own type."""
         alias = operands[0].alias if node.op_type in ("Identity", "Cast") and operands else ""
-        to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), None)
+        to = attributes_of(node).get("to")
         if to is None or not alias:
             return alias
         return alias if DTYPES.get(to) == self.weights[alias].dtype else ""

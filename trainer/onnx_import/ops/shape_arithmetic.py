@@ -255,7 +255,10 @@ def identity(c: Call, x: ShapeArray) -> ShapeArray:
 
 
 @shape_rule("Gather")
-def gather(c: Call, x: ShapeArray, indices: ShapeArray) -> ShapeArray:
+def gather(c: Call, x: ShapeArray, indices: ShapeArray) -> Value:
+    # a row of a stored table that a dynamic length chooses is data
+    if any(isinstance(index, Traced) for index in indices.reshape(-1)):
+        return NotImplemented
     return _array(np.take(x, indices.astype(np.int64), axis=c.attr("axis", 0)))
 
 

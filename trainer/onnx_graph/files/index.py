@@ -19,7 +19,7 @@ FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, Tenso
 HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 """Element types in which weights are trained, and those among them of half precision."""
 
-PACKED_BITS = {
+PACKED_BITS: dict[int, int] = {
     TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2, TensorProto.FLOAT4E2M1: 4
 }  # fmt: skip
 """Element types of less than a byte -> their bits."""

@@ -156,8 +156,9 @@ def local_response(x: torch.Tensor, size: int, alpha: float, beta: float, bias: 
 
 @lower("Softmax", "LogSoftmax", "Hardmax", since=(1, 11, 13))
 def softmax(c: Call, x: Value) -> Value:
-    """Apply softmax along `axis`; before version 13, over all dimensions from `axis` (default 1) on together."""
-    function = {"Softmax": F.softmax, "LogSoftmax": F.log_softmax, "Hardmax": hard_max}[c.op]
+    """Apply it along `axis`; before version 13, over all dimensions from `axis` (default 1) on together."""
+    functions: dict[str, Callable[..., torch.Tensor]] = {"Softmax": F.softmax, "LogSoftmax": F.log_softmax}
+    function = functions.get(c.op, hard_max)
     if c.version >= 13:
         return c(function, x, dim=c.attr("axis", -1))
     return over_trailing_axes(c, function, x, c.axis(x, c.attr("axis", 1)))

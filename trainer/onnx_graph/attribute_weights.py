@@ -21,7 +21,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from onward.trainer.onnx_graph.files.index import ML_DOMAIN, is_onnx
+from onward.trainer.onnx_graph.files.index import ML_DOMAIN
+from onward.trainer.onnx_graph.files.operators import is_operator
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ def held_by(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:
     names: tuple[str, ...] = ()
     if node.domain == ML_DOMAIN:
         names = HELD.get(node.op_type, ())
-    elif is_onnx(node, "Constant"):
+    elif is_operator(node, "Constant"):
         names = NUMBERS
     # in the order of the table, whatever that of the file is
     for name in names:
@@ -58,7 +59,7 @@ def held_by(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:
 
 def _name(node: onnx.NodeProto, attribute: str) -> str:
     result = next(filter(None, node.output))
-    return result if is_onnx(node, "Constant") else f"{result}/{attribute}"
+    return result if is_operator(node, "Constant") else f"{result}/{attribute}"
 
 
 def as_tensor_proto(node: onnx.NodeProto, attribute: onnx.AttributeProto) -> TensorProto:

@@ -42,8 +42,9 @@ from onward.trainer.onnx_graph.beyond_onnx import check, put_right, refused
 from onward.trainer.onnx_graph.files.attribute_bounds import passed_attribute_problems
 from onward.trainer.onnx_graph.files.element_types import HALVES, PACKED, torch_dtype
 from onward.trainer.onnx_graph.files.external_ranges import external_problems
-from onward.trainer.onnx_graph.files.index import dims_of, functions_of, inputs_of, opsets_of, without_large_tensors
+from onward.trainer.onnx_graph.files.index import dims_of, inputs_of, opsets_of, without_large_tensors
 from onward.trainer.onnx_graph.files.model_files import opset_problems
+from onward.trainer.onnx_graph.files.operators import functions_of
 from onward.trainer.onnx_graph.files.source_model import SourceModel
 from onward.trainer.onnx_graph.files.stored_protos import load_small_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
@@ -64,12 +65,7 @@ from onward.trainer.onnx_import.quantization.quantized_weights import (
     roles_of_quantized,
     scales_of,
 )
-from onward.trainer.onnx_import.quantization.quantizer_scales import (
-    FollowScales,
-    Quantizer,
-    ScaleMode,
-    biases_last,
-)
+from onward.trainer.onnx_import.quantization.quantizer_scales import FollowScales, Quantizer, ScaleMode, biases_last
 from onward.trainer.onnx_import.quantization.quantizer_search import find_quantizers
 from onward.trainer.onnx_import.roles.exporter_records import read_records
 from onward.trainer.onnx_import.roles.roles import Role, find_roles, inner_roles, promote_to_trained

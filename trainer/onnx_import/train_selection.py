@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 from torch import fx, nn
 
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import matches_any, nodes_inside
+from onward.trainer.onnx_graph.files.index import nodes_inside
+from onward.trainer.onnx_graph.files.operators import matches_any
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm

@@ -15,7 +15,8 @@ from onnx import AttributeProto, defs, inliner
 
 from onward.trainer.bounds import TENSOR_DIMS
 from onward.trainer.errors import shown
-from onward.trainer.onnx_graph.files.index import bodies_of, domain_of, name_of, nodes_inside, without_large_tensors
+from onward.trainer.onnx_graph.files.index import domain_of, nodes_inside, without_large_tensors
+from onward.trainer.onnx_graph.files.operators import bodies_of, name_of
 
 
 class Bound(NamedTuple):

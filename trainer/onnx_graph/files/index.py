@@ -9,7 +9,6 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import onnx
@@ -18,11 +17,6 @@ from onnx import TensorProto, helper
 FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 """Element types in which weights are trained, and those among them of half precision."""
-
-PACKED_BITS: dict[int, int] = {
-    TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2, TensorProto.FLOAT4E2M1: 4
-}  # fmt: skip
-"""Element types of less than a byte -> their bits."""
 
 NEVER_TRAINED = frozenset({TensorProto.INT64, TensorProto.UINT64, TensorProto.BOOL, TensorProto.STRING})
 """Element types of lengths, indices and masks, in which no weights are stored."""
@@ -33,9 +27,6 @@ SMALL = 1024
 UNTIED = ".untied."
 """Part of the name of every copy that `model.untie` makes; the search for tied weights leaves these apart."""
 
-FunctionKey = tuple[str, str, str]
-"""(domain, name, overload) of a function that a model defines itself."""
-
 
 # -- domains
 
@@ -45,24 +36,9 @@ def domain_of(part: onnx.NodeProto | onnx.OperatorSetIdProto) -> str:
     return "" if part.domain == "ai.onnx" else part.domain
 
 
-def is_onnx(node: onnx.NodeProto | None, *operators: str) -> bool:
-    """Return whether there is a node, and it is of one of these operators of ONNX's own domain."""
-    return node is not None and node.op_type in operators and domain_of(node) == ""
-
-
 def opsets_of(model: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
     """Return the opset version of each domain that a model or a function imports."""
     return {domain_of(entry): entry.version for entry in model.opset_import}
-
-
-def name_of(node: onnx.NodeProto) -> str:
-    """Return the name of a node; if it has none, that of its first output."""
-    return node.name or next(filter(None, node.output), "")
-
-
-def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name matches one of these globs."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def operator_of(node: onnx.NodeProto) -> str:
@@ -77,17 +53,6 @@ def inputs_of(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     """Return the inputs without initializers, which files with an IR version below 4 list as well."""
     stored = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     return [value for value in graph.input if value.name not in stored]
-
-
-def functions_of(model: onnx.ModelProto) -> dict[FunctionKey, onnx.FunctionProto]:
-    """Return the functions that a model defines."""
-    return {(function.domain, function.name, function.overload): function for function in model.functions}
-
-
-def bodies_of(model: onnx.ModelProto) -> Iterator[tuple[Iterable[onnx.NodeProto], dict[str, int]]]:
-    """Yield (nodes, opsets) of the graph and of each function, once each, however often it is called."""
-    for body, opsets in ((model.graph, opsets_of(model)), *((f, opsets_of(f)) for f in model.functions)):
-        yield body.node, opsets
 
 
 def part_with(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> onnx.ModelProto:

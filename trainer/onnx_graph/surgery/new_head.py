@@ -30,9 +30,9 @@ from onward.trainer.onnx_graph.files.index import (
     did_you_mean,
     dims_of,
     infer_types,
-    is_onnx,
     names_read,
 )
+from onward.trainer.onnx_graph.files.operators import is_operator
 from onward.trainer.onnx_graph.outputs import class_labels
 from onward.trainer.quantities import shown_shape
 
@@ -68,7 +68,7 @@ class _Layer:
 
 def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
     """Return the node as a layer; None for other operators and for a weight that is computed."""
-    if not is_onnx(node, "MatMul", "Gemm", "Conv") or len(node.input) < 2:
+    if not is_operator(node, "MatMul", "Gemm", "Conv") or len(node.input) < 2:
         return None
     name = node.input[1]
     exclusive = True

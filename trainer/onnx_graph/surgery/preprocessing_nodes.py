@@ -30,8 +30,6 @@ from onward.trainer.onnx_graph.files.index import (
     Index,
     inputs_of,
     known_types,
-    matches_any,
-    name_of,
     names_read,
     nodes_between,
     nodes_inside,
@@ -39,6 +37,7 @@ from onward.trainer.onnx_graph.files.index import (
     part_with,
     subgraphs,
 )
+from onward.trainer.onnx_graph.files.operators import matches_any, name_of
 from onward.trainer.onnx_graph.outputs import is_numeric, unreadable_output, with_log_probabilities
 
 STRING_OPERATORS = frozenset(("CastMap", "CategoryMapper", "DictVectorizer", "ImageDecoder", "RegexFullMatch")) | {

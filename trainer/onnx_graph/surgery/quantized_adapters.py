@@ -25,7 +25,8 @@ from onnx import helper, numpy_helper
 
 from onward.trainer.config.sections.model import LoraConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import Index, attributes_of, is_onnx, matches_any, replace_entries
+from onward.trainer.onnx_graph.files.index import Index, attributes_of, replace_entries
+from onward.trainer.onnx_graph.files.operators import is_operator, matches_any
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _product(node: onnx.NodeProto, index: Index) -> tuple[str, _Product] | None:
         weight, scales = node.input[1:3]
         if weight in index.stored and scales in index.stored:
             return weight, _Product(node, attributes["K"], attributes["N"], index.stored[scales].data_type)
-    if not is_onnx(node, "MatMul", "Gemm"):
+    if not is_operator(node, "MatMul", "Gemm"):
         return None
     # an adapter is added to x @ W itself, not to a multiple of it
     if node.op_type == "Gemm" and (attributes.get("transA", 0) or attributes.get("alpha", 1.0) != 1.0):

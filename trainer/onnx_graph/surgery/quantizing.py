@@ -16,8 +16,9 @@ import onnx
 from onnx import numpy_helper
 
 from onward.trainer.config.sections.quantize import QuantizeConfig
-from onward.trainer.onnx_graph.files.index import attributes_of, matches_any, opsets_of
+from onward.trainer.onnx_graph.files.index import attributes_of, opsets_of
 from onward.trainer.onnx_graph.files.model_files import stored_array
+from onward.trainer.onnx_graph.files.operators import matches_any
 from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES
 
 LEAST_OPSET = 13

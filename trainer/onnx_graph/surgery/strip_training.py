@@ -17,7 +17,8 @@ from typing import Any
 import onnx
 from onnx import helper, numpy_helper
 
-from onward.trainer.onnx_graph.files.index import attributes_of, inner_graphs, is_onnx, nodes_inside
+from onward.trainer.onnx_graph.files.index import attributes_of, inner_graphs, nodes_inside
+from onward.trainer.onnx_graph.files.operators import is_operator
 from onward.trainer.onnx_graph.surgery.stochastic_depth import find_branches
 from onward.trainer.onnx_graph.surgery.training_norms import Scope, TrainingNorm, training_norms
 
@@ -47,7 +48,7 @@ def training_form(model: onnx.ModelProto, base: Path | None = None) -> TrainingF
         if isinstance(body, onnx.GraphProto):
             booleans = [tensor for tensor in body.initializer if tensor.data_type == onnx.TensorProto.BOOL]
             off |= {tensor.name for tensor in booleans if not numpy_helper.to_array(tensor).any()}
-        drops = [node for node in nodes if is_onnx(node, "Dropout")]
+        drops = [node for node in nodes if is_operator(node, "Dropout")]
         # a training mode that is computed counts: it may be true
         modes = [node.input[2] for node in drops if node.input[2:]]
         dropouts += sum(mode not in off for mode in modes)
@@ -139,7 +140,7 @@ def _strip_nodes(
         for slot, name in enumerate(node.input):
             # nodes are sorted topologically, so what a removed node computed has its new name before it is read
             node.input[slot] = renamed.get(name, name)
-        if is_onnx(node, "Dropout"):
+        if is_operator(node, "Dropout"):
             is_free = pinned is not None and not pinned & set(node.output)
             # its further output is the mask
             is_mask_read = bool((read or set()) & set(node.output[1:]))
@@ -151,7 +152,7 @@ def _strip_nodes(
             # the third input of Dropout is training_mode, whose default is false
             del node.input[2:]
         kept.append(node)
-        if is_onnx(node, "BatchNormalization") and (norm := norms.get(node.output[0])) is not None:
+        if is_operator(node, "BatchNormalization") and (norm := norms.get(node.output[0])) is not None:
             removed["BatchNormalization update"] += 1
             kept += _freeze_statistics(node, norm, set(node.output) if read is None else read)
     # `+` leaves out the kinds of which there were none

@@ -29,10 +29,10 @@ from onward.trainer.onnx_graph.files.index import (
     did_you_mean,
     dims_of,
     known_types,
-    matches_any,
     nodes_between,
     part_with,
 )
+from onward.trainer.onnx_graph.files.operators import matches_any
 from onward.trainer.onnx_graph.graph_parts import part_between
 from onward.trainer.onnx_graph.outputs import is_numeric, unreadable_output, with_log_probabilities
 from onward.trainer.onnx_graph.shared_parameters import Use, parameters_read

@@ -33,15 +33,14 @@ from onnx import helper
 from onward.trainer.onnx_graph.files.index import (
     attributes_of,
     dims_of,
-    functions_of,
     graphs_of,
-    is_onnx,
     known_types,
     nodes_inside,
     opsets_of,
     subgraphs,
 )
 from onward.trainer.onnx_graph.files.model_files import stored_array
+from onward.trainer.onnx_graph.files.operators import functions_of, is_operator
 
 BATCH_STATISTICS = "batch_statistics"
 """The attribute by which `mark_batch_statistics` marks nodes, in copies that are never written."""
@@ -113,7 +112,7 @@ def mark_batch_statistics(model: onnx.ModelProto) -> onnx.ModelProto:
     copy = deepcopy(model)
     for graph in graphs_of(copy.graph):
         for node in graph.node:
-            if is_onnx(node, "BatchNormalization") and (norm := norms.get(node.output[0])) is not None:
+            if is_operator(node, "BatchNormalization") and (norm := norms.get(node.output[0])) is not None:
                 node.attribute.append(helper.make_attribute(BATCH_STATISTICS, BY_ROW if norm.by_row else 1))
     return copy
 
@@ -123,7 +122,7 @@ def _norms_of(model: onnx.ModelProto) -> Iterable[tuple[onnx.NodeProto, int]]:
     for body in (model.graph, *model.functions):
         opsets = opsets_of(model) | (opsets_of(body) if isinstance(body, onnx.FunctionProto) else {})
         yield from (
-            (node, opsets.get("", 1)) for node in nodes_inside(body.node) if is_onnx(node, "BatchNormalization")
+            (node, opsets.get("", 1)) for node in nodes_inside(body.node) if is_operator(node, "BatchNormalization")
         )
 
 
@@ -162,7 +161,7 @@ class _RowFollower:
 
     def _visit_node(self, node: onnx.NodeProto, opsets: Mapping[str, int], scope: Scope) -> None:
         opset = opsets.get("", 1)
-        if is_onnx(node, "BatchNormalization") and _in_training_form(node, opset):
+        if is_operator(node, "BatchNormalization") and _in_training_form(node, opset):
             rows = self.rows.get(node.input[0])
             by_row = rows is not None and rows.axis in (1, None)
             self._add(TrainingNorm(scope, node.output[0], opset, _why_placeholder(node, rows), by_row))
@@ -170,7 +169,7 @@ class _RowFollower:
             self.stored[node.output[0]] = attributes["value"]
         moved = self._moved(node)
         results = (
-            node.output[:1] if is_onnx(node, "BatchNormalization") else node.output
+            node.output[:1] if is_operator(node, "BatchNormalization") else node.output
         )  # its statistics are those of no row
         if moved is not None:
             self.rows.update(dict.fromkeys(filter(None, results), moved))

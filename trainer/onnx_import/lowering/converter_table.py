@@ -25,7 +25,8 @@ from torch import nn
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.beyond_onnx import is_note_of_a_tool
 from onward.trainer.onnx_graph.files.element_types import torch_dtype
-from onward.trainer.onnx_graph.files.index import attribute_value, name_of
+from onward.trainer.onnx_graph.files.index import attribute_value
+from onward.trainer.onnx_graph.files.operators import name_of
 from onward.trainer.onnx_import.fixed_batch.batch_constants import fit_operands
 from onward.trainer.onnx_import.lowering.integer_storage import move_before_storage
 from onward.trainer.onnx_import.roles.role_tables import MOVES

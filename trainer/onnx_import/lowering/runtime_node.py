@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_graph.files.index import FunctionKey
+from onward.trainer.onnx_graph.files.operators import FunctionKey
 from onward.trainer.onnx_import.tracing.eager import EagerTracer
 from onward.trainer.onnx_import.tracing.tracing import ANCHOR
 from onward.trainer.onnx_import.tracing.values import Value

@@ -21,8 +21,7 @@ import onnx
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.files.external_ranges import PACKED_BITS
-from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, domain_of, subgraphs
+from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, PACKED_BITS, domain_of, subgraphs
 from onward.trainer.onnx_graph.files.operators import FunctionKey, functions_of
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 

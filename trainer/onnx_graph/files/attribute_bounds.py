@@ -15,8 +15,7 @@ from onnx import AttributeProto, defs, inliner
 
 from onward.trainer.bounds import TENSOR_DIMS
 from onward.trainer.errors import shown
-from onward.trainer.onnx_graph.files.index import domain_of, nodes_inside, without_large_tensors
-from onward.trainer.onnx_graph.files.operators import bodies_of, name_of
+from onward.trainer.onnx_graph.files.index import bodies_of, domain_of, nodes_inside, without_large_tensors
 
 
 class Bound(NamedTuple):
@@ -116,4 +115,4 @@ def _problems_of(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[str
 
 
 def _whose(node: onnx.NodeProto) -> str:
-    return f"node '{shown(name_of(node))}': {node.op_type} has"
+    return f"node '{shown(node.name or next(filter(None, node.output), ''))}': {node.op_type} has"

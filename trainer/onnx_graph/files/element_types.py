@@ -6,8 +6,7 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_graph.files.external_ranges import PACKED_BITS
-from onward.trainer.onnx_graph.files.index import element_type_name
+from onward.trainer.onnx_graph.files.index import PACKED_BITS, element_type_name
 
 DTYPES: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,

@@ -40,11 +40,6 @@ BYTEWISE_SIZES: dict[int, int] = {
 """Bytes of an element in a file, of the types that are stored as a torch tensor of one type is."""
 
 
-PACKED_BITS: dict[int, int] = {
-    TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2, TensorProto.FLOAT4E2M1: 4
-}  # fmt: skip
-"""Element types of less than a byte -> their bits."""
-
 ALIGNMENT_BYTES = 4096
 """Tensors that are written begin at a multiple of this, as onnx aligns them, so that they can be mapped."""
 

@@ -28,8 +28,7 @@ from onward.trainer.bounds import (
 )
 from onward.trainer.errors import UnsupportedModel, first_lines
 from onward.trainer.onnx_graph.files.attribute_bounds import attribute_problems
-from onward.trainer.onnx_graph.files.external_ranges import PACKED_BITS
-from onward.trainer.onnx_graph.files.index import all_tensors, innermost_type, length_of, nodes_inside
+from onward.trainer.onnx_graph.files.index import PACKED_BITS, all_tensors, innermost_type, length_of, nodes_inside
 
 TYPES = frozenset(int(number) for number in TensorProto.DataType.values())
 _CHECKED: set[tuple[int, ...]] = set()

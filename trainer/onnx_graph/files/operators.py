@@ -1,13 +1,13 @@
-"""Say which operator a node is and how it is named, and find the functions and bodies of a model."""
+"""Say which operator a node is and how it is named, and find the functions of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import onnx
 
-from onward.trainer.onnx_graph.files.index import domain_of, opsets_of
+from onward.trainer.onnx_graph.files.index import domain_of
 
 FunctionKey = tuple[str, str, str]
 """(domain, name, overload) of a function that a model defines itself."""
@@ -31,10 +31,3 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 def functions_of(model: onnx.ModelProto) -> dict[FunctionKey, onnx.FunctionProto]:
     """Return the functions that a model defines."""
     return {(function.domain, function.name, function.overload): function for function in model.functions}
-
-
-def bodies_of(model: onnx.ModelProto) -> Iterator[tuple[Iterable[onnx.NodeProto], dict[str, int]]]:
-    """Yield (nodes, opsets) of the graph and of each function, once each, however often it is called."""
-    yield model.graph.node, opsets_of(model)
-    for function in model.functions:
-        yield function.node, opsets_of(function)

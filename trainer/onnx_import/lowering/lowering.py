@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.beyond_onnx import is_note_of_a_tool
-from onward.trainer.onnx_graph.files.index import domain_of, nodes_inside, operator_of, opsets_of, subgraphs
-from onward.trainer.onnx_graph.files.operators import bodies_of, functions_of, name_of
+from onward.trainer.onnx_graph.files.index import bodies_of, domain_of, nodes_inside, operator_of, opsets_of, subgraphs
+from onward.trainer.onnx_graph.files.operators import functions_of, name_of
 from onward.trainer.onnx_graph.shape_inference import Probes
 from onward.trainer.onnx_graph.surgery.training_norms import BATCH_STATISTICS
 from onward.trainer.onnx_import.lowering import converters

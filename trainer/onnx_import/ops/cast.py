@@ -7,8 +7,7 @@ from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.files.element_types import HALVES, PACKED, torch_dtype
-from onward.trainer.onnx_graph.files.external_ranges import PACKED_BITS
-from onward.trainer.onnx_graph.files.index import element_type_name
+from onward.trainer.onnx_graph.files.index import PACKED_BITS, element_type_name
 from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.lowering.integer_storage import before_storage
 from onward.trainer.onnx_import.tracing.values import Value

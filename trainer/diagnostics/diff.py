@@ -16,10 +16,15 @@ from onnx import TensorProto
 from onward.trainer.diagnostics.difference import Difference, NodeChange, TensorChange
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.attribute_weights import held_by
-from onward.trainer.onnx_graph.files.external_ranges import byte_range, external_problems, is_external
+from onward.trainer.onnx_graph.files.external_ranges import (
+    BYTEWISE_SIZES,
+    byte_range,
+    external_problems,
+    is_external,
+)
 from onward.trainer.onnx_graph.files.index import element_type_name, locations, operator_of, shape_text
 from onward.trainer.onnx_graph.files.model_files import read_model, stored_array
-from onward.trainer.onnx_graph.files.stored_protos import BYTEWISE, read_chunks
+from onward.trainer.onnx_graph.files.stored_protos import read_chunks
 from onward.trainer.onnx_graph.inner_tensors import all_stored_protos, without_inner_values
 from onward.trainer.onnx_graph.surgery.strip_training import strip_training
 
@@ -247,7 +252,7 @@ def _shape(proto: TensorProto) -> str:
 def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto, Path]) -> TensorChange | None:
     """Return how far a tensor changed; None if its values are equal bit by bit."""
     shape = _shape(a[0])
-    if a[0].data_type not in BYTEWISE:
+    if a[0].data_type not in BYTEWISE_SIZES:
         same = [_content(*side) for side in (a, b)]
         return None if same[0] == same[1] else TensorChange(name=name, change="values", before=shape, after=shape)
     changed = 0
@@ -295,7 +300,7 @@ BITS: dict[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uin
 
 
 def _content(proto: TensorProto, base: Path) -> bytes:
-    """Return the bytes of a tensor whose type is not in BYTEWISE."""
+    """Return the bytes of a tensor whose type is not in BYTEWISE_SIZES."""
     if not is_external(proto):
         strings = [len(each).to_bytes(8) + each for each in proto.string_data]  # an array of them holds addresses
         return b"".join(strings) or stored_array(proto).tobytes()

@@ -22,6 +22,7 @@ import onnx
 from onnx import TensorProto
 
 from onward.trainer.onnx_graph.files.index import ML_DOMAIN
+from onward.trainer.onnx_graph.files.operators import is_operator
 
 if TYPE_CHECKING:
     import torch
@@ -49,20 +50,16 @@ def held_by(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:
     names: tuple[str, ...] = ()
     if node.domain == ML_DOMAIN:
         names = HELD.get(node.op_type, ())
-    elif _is_constant(node):
+    elif is_operator(node, "Constant"):
         names = NUMBERS
     # in the order of the table, whatever that of the file is
     for name in names:
         yield from (attribute for attribute in node.attribute if attribute.name == name)
 
 
-def _is_constant(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Constant" and node.domain in ("", "ai.onnx")
-
-
 def _name(node: onnx.NodeProto, attribute: str) -> str:
     result = next(filter(None, node.output))
-    return result if _is_constant(node) else f"{result}/{attribute}"
+    return result if is_operator(node, "Constant") else f"{result}/{attribute}"
 
 
 def as_tensor_proto(node: onnx.NodeProto, attribute: onnx.AttributeProto) -> TensorProto:

@@ -31,6 +31,7 @@ from onward.trainer.onnx_graph.files.index import (
     replace_entries,
     without_large_tensors,
 )
+from onward.trainer.onnx_graph.files.whole_models import without_initializers
 
 OWN_NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
 """Operators that onnxruntime puts in ONNX's domain, where ONNX has them in later opsets or not at all."""
@@ -354,27 +355,13 @@ def check(model: onnx.ModelProto) -> None:
 
 def _light(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy without the values of large tensors."""
-    light = onnx.ModelProto()
-    for field, value in model.ListFields():
-        if field.name == "graph":
-            _copy_graph(value, light.graph)
-        elif field.is_repeated:
-            getattr(light, field.name).extend(value)
-        else:
-            setattr(light, field.name, value)
-    return light
-
-
-def _copy_graph(graph: onnx.GraphProto, light: onnx.GraphProto) -> None:
-    light.SetInParent()
-    light.name = graph.name
-    for name in ("node", "input", "output", "value_info", "sparse_initializer"):
-        getattr(light, name).extend(getattr(graph, name))
-    for tensor in graph.initializer:
+    light = without_initializers(model)
+    for tensor in model.graph.initializer:
         is_small = math.prod(tensor.dims) <= SMALL
-        light.initializer.append(
+        light.graph.initializer.append(
             tensor if is_small else TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
         )
+    return light
 
 
 def _leave_out(entries: Any, is_left_out: Callable[[Any], bool]) -> list[bool]:

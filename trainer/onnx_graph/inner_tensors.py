@@ -15,22 +15,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, domain_of, subgraphs
+from onward.trainer.onnx_graph.files.index import FLOAT_TYPES, PACKED_BITS, domain_of, subgraphs
+from onward.trainer.onnx_graph.files.operators import FunctionKey, functions_of
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 
 Scope = onnx.GraphProto | onnx.FunctionProto
-FunctionKey = tuple[str, str, str]
 
 NARROW_TYPES = (
-    TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16, TensorProto.INT4, TensorProto.UINT4,
-    TensorProto.INT2, TensorProto.UINT2, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2,
-    TensorProto.FLOAT8E5M2FNUZ, TensorProto.FLOAT4E2M1,
+    TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16, *PACKED_BITS, TensorProto.FLOAT8E4M3FN,
+    TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ,
 )  # fmt: skip
 """Element types of quantized weights; wider integers are positions, lengths and indices."""
 
@@ -68,7 +67,7 @@ def inner_tensors(model: onnx.ModelProto) -> list[InnerTensor]:
     """Return all tensors (initializers and Constant nodes) stored in inner graphs and local functions."""
     tensors: list[InnerTensor] = []
     for node in model.graph.node:
-        tensors += _named(_inside(node, _first_output(node), ""))
+        tensors += _named(_inside(node, _first_output(node)))
     names = Counter(function.name for function in model.functions)
     for function in model.functions:
         prefix = function.name
@@ -79,7 +78,7 @@ def inner_tensors(model: onnx.ModelProto) -> list[InnerTensor]:
         where = f"the function {function.domain}.{function.name}"
         candidates = [(f"{prefix}/{t.name}", f"{prefix}/{t.name}", t) for t in _stored_in(function, where)]
         for node in function.node:
-            candidates += _inside(node, f"{prefix}/{_first_output(node)}", "")
+            candidates += _inside(node, f"{prefix}/{_first_output(node)}")
         tensors += _named(candidates)
     return tensors
 
@@ -108,7 +107,7 @@ Candidate = tuple[str, str, InnerTensor]
 """(name, name with the attributes, tensor)."""
 
 
-def _inside(node: onnx.NodeProto, prefix: str, longer: str) -> Iterator[Candidate]:
+def _inside(node: onnx.NodeProto, prefix: str, longer: str = "") -> Iterator[Candidate]:
     """Yield what the inner graphs of a node store, at any depth. longer: the prefix with the attributes."""
     longer = longer or prefix
     for attribute in node.attribute:
@@ -140,8 +139,7 @@ def _named(candidates: Iterable[Candidate]) -> Iterator[InnerTensor]:
     of_one_node = list(candidates)
     count = Counter(short for short, _, _ in of_one_node)
     for short, longer, t in of_one_node:
-        name = short if count[short] == 1 else longer
-        yield InnerTensor(name, t.own_name, t.proto, t.where, t.scope, t.place, t.is_constant)
+        yield replace(t, name=short if count[short] == 1 else longer)
 
 
 # -- lifting
@@ -219,7 +217,7 @@ def _rename_in(scope: Scope, outer: Mapping[str, str], by_scope: Mapping[int, Ma
 
 def _pass_to_functions(model: onnx.ModelProto, lifted: Iterable[InnerTensor]) -> None:
     """Make the lifted tensors of functions further inputs of these functions, and pass them in all calls."""
-    functions: dict[FunctionKey, onnx.FunctionProto] = {(f.domain, f.name, f.overload): f for f in model.functions}
+    functions = functions_of(model)
     function_of_scope = {id(scope): key for key, f in functions.items() for scope in _scopes([f])}
     own: dict[FunctionKey, list[str]] = {key: [] for key in functions}
     for tensor in lifted:

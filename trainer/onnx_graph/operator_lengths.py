@@ -24,34 +24,16 @@ SCALES = {"Add", "Sub", "Mul", "Div"}
 """These keep it too if operand 1 is a single number."""
 
 
-def _conv(node: onnx.NodeProto, weight: Shape, rank: int) -> tuple[int, int]:
-    return 1, weight[1] * int(attributes_of(node).get("group", 1))
-
-
-def _conv_transpose(node: onnx.NodeProto, weight: Shape, rank: int) -> tuple[int, int]:
-    return 1, weight[0]
-
-
-def _matmul(node: onnx.NodeProto, weight: Shape, rank: int) -> tuple[int, int]:
-    return rank - 1, weight[-2] if len(weight) > 1 else weight[0]
-
-
 def _gemm(node: onnx.NodeProto, weight: Shape, rank: int) -> tuple[int, int]:
     return 1 - attributes_of(node).get("transA", 0), weight[attributes_of(node).get("transB", 0)]
 
 
-def _recurrent(node: onnx.NodeProto, weight: Shape, rank: int) -> tuple[int, int]:
-    return 2, weight[2]
-
-
 READS: dict[str, Callable[[onnx.NodeProto, Shape, int], tuple[int, int]]] = {
-    "Conv": _conv,
-    "ConvTranspose": _conv_transpose,
-    "MatMul": _matmul,
+    "Conv": lambda node, weight, rank: (1, weight[1] * int(attributes_of(node).get("group", 1))),
+    "ConvTranspose": lambda node, weight, rank: (1, weight[0]),
+    "MatMul": lambda node, weight, rank: (rank - 1, weight[-2] if len(weight) > 1 else weight[0]),
     "Gemm": _gemm,
-    "LSTM": _recurrent,
-    "GRU": _recurrent,
-    "RNN": _recurrent,
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), lambda node, weight, rank: (2, weight[2])),
 }
 """Operator -> (node, shape of its stored operand 1, rank of operand 0) to (dimension of operand 0, its length)."""
 

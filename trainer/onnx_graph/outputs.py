@@ -182,12 +182,12 @@ def with_log_probabilities(model: onnx.ModelProto, output: str) -> onnx.ModelPro
 
     The cross-entropy of log-probabilities is that of the file's probabilities, divided by their sum if it is not 1.
     """
-    named = [len(node.output) > 1 and f"{node.output[1]}{LOG}" == output for node in model.graph.node]
-    if True not in named or not (steps := _log_steps(model.graph.node[named.index(True)])):
+    logs = [f"{node.output[1]}{LOG}" if len(node.output) > 1 else "" for node in model.graph.node]
+    if output not in filter(None, logs) or not (steps := _log_steps(model.graph.node[logs.index(output)])):
         return model
     copy = deepcopy(model)
     nodes = list(copy.graph.node)
-    position = named.index(True)
+    position = logs.index(output)
     classifier = nodes[position]
     scores = deepcopy(classifier)
     scores.output[1] = f"{classifier.output[1]}/scores"

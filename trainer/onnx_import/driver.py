@@ -44,6 +44,7 @@ from onward.trainer.onnx_graph.files.element_types import HALVES, PACKED, torch_
 from onward.trainer.onnx_graph.files.external_ranges import external_problems
 from onward.trainer.onnx_graph.files.index import dims_of, inputs_of, opsets_of, without_large_tensors
 from onward.trainer.onnx_graph.files.model_files import opset_problems
+from onward.trainer.onnx_graph.files.operators import functions_of
 from onward.trainer.onnx_graph.files.source_model import SourceModel
 from onward.trainer.onnx_graph.files.stored_protos import load_small_tensors
 from onward.trainer.onnx_graph.initializers import stored_tensors
@@ -55,7 +56,7 @@ from onward.trainer.onnx_graph.surgery.blocked_layout import mark_blocks
 from onward.trainer.onnx_graph.surgery.stochastic_depth import find_branches, mark_branches
 from onward.trainer.onnx_graph.surgery.training_norms import mark_batch_statistics
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, mark_constants_nonpersistent
-from onward.trainer.onnx_import.lowering.lowering import GraphLowering, local_functions, unknown_operators
+from onward.trainer.onnx_import.lowering.lowering import GraphLowering, unknown_operators
 from onward.trainer.onnx_import.ops.cast import widen_half
 from onward.trainer.onnx_import.passes.fuse import fuse_graph as fuse_graph
 from onward.trainer.onnx_import.quantization.quantized_weights import (
@@ -64,12 +65,7 @@ from onward.trainer.onnx_import.quantization.quantized_weights import (
     roles_of_quantized,
     scales_of,
 )
-from onward.trainer.onnx_import.quantization.quantizer_scales import (
-    FollowScales,
-    Quantizer,
-    ScaleMode,
-    biases_last,
-)
+from onward.trainer.onnx_import.quantization.quantizer_scales import FollowScales, Quantizer, ScaleMode, biases_last
 from onward.trainer.onnx_import.quantization.quantizer_search import find_quantizers
 from onward.trainer.onnx_import.roles.exporter_records import read_records
 from onward.trainer.onnx_import.roles.roles import Role, find_roles, inner_roles, promote_to_trained
@@ -219,11 +215,11 @@ def import_graph(
     model: onnx.ModelProto,
     stored: Mapping[str, torch.Tensor],
     roles: Mapping[str, Role],
-    base: Path | None = None,
+    base: Path | None,
     *,
     quantized: Mapping[str, QuantizedWeight],
-    quantizers: tuple[Quantizer, ...] = (),
-    widen: bool | None = None,
+    quantizers: tuple[Quantizer, ...],
+    widen: bool | None,
 ) -> tuple[ImportAttempt, fx.Graph]:
     """Trace the graph at several sizes and return the attempt with the lowest cost.
 
@@ -256,11 +252,11 @@ class ImportAttempt:
     roles: Mapping[str, Role]
     batch: int | None
     """The batch size that the file declares, if it is treated as dynamic."""
-    base: Path | None = None
+    base: Path | None
     """The directory of external data that was not loaded."""
-    quantized: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    quantized: Mapping[str, QuantizedWeight]
     """The trained tensors that are stored as integers."""
-    quantizers: tuple[Quantizer, ...] = ()
+    quantizers: tuple[Quantizer, ...]
     """The scales that follow what is trained."""
     problems: list[str] = field(default_factory=list)
     onnx_names: dict[str, str] = field(default_factory=dict)
@@ -292,7 +288,7 @@ class ImportAttempt:
         self.onnx_names |= following.names
         graph = self.model.graph
         lowering = GraphLowering(
-            self.tracer, graph, local_functions(self.model), self.base, self.problems, before=following.before
+            self.tracer, graph, functions_of(self.model), self.base, self.problems, before=following.before
         )
         if self.batch is None:  # a dynamic batch contradicts the shapes that a file of fixed batch has as constants
             lowering.shapes = functools.cache(lambda: infer_probes(self.model, stored, lengths))

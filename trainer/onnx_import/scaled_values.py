@@ -15,6 +15,16 @@ ScaleLayout = tuple[int, int]
 """The axis along which scales differ, and the number of elements that share one (0: each index has its own)."""
 
 
+def integer_bounds(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the smallest and the greatest integer of a type."""
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+
+def scale_axis(axis: int, ndim: int) -> int:
+    """Return the axis of scales as a non-negative number; 0 where a tensor does not have it: one scale is for all."""
+    return axis % ndim if -ndim <= axis < ndim else 0
+
+
 def broadcast_scale(of: Tensor, x: Tensor, layout: ScaleLayout) -> Tensor:
     """Reshape scales or zero points to broadcast with x: one for all, for each index of an axis, or for each block."""
     axis, block = layout

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.files.index import nodes_inside
+from onward.trainer.onnx_graph.files.operators import matches_any
 from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode
 from onward.trainer.onnx_import.ops.batch_norm import BatchNorm
@@ -34,8 +35,8 @@ def select_trained(module: ImportedGraph, *, train: Sequence[str] = ("*",), free
         *_unmatched(module, "model.freeze", freeze, originals),
     ]
     # through a copy's name its original is meant, which is the one parameter of both
-    chosen = {original for name, original in originals.items() if _matches(name, train)}
-    frozen = {original for name, original in originals.items() if _matches(name, freeze)}
+    chosen = {original for name, original in originals.items() if matches_any(name, train)}
+    frozen = {original for name, original in originals.items() if matches_any(name, freeze)}
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in chosen - frozen)
     if not problems and not any(parameter.requires_grad for parameter in parameters.values()):
@@ -56,10 +57,6 @@ def select_trained(module: ImportedGraph, *, train: Sequence[str] = ("*",), free
                 if _is_frozen_norm(module, parameters, [operands.get(name) for name in inner.input[1:3]]):
                     statistics.update(inner.input[3:5])
             called.frozen_statistics = frozenset(statistics)
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_frozen_norm(module: ImportedGraph, parameters: Mapping[str, nn.Parameter], operands: Iterable[object]) -> bool:

@@ -1,7 +1,7 @@
 """Build small models of the usual architectures as ONNX files with fresh weights: what the examples train.
 
-Names are those of torchvision and Hugging Face. As reference_models.py needs, only numpy and onnx; the same seed gives
-the same bytes.
+Names are those of torchvision and Hugging Face. As reference_models.py needs, only numpy and onnx; each
+gives the same bytes every time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ DISTANCE_BINS = 16
 """Logits for each distance of its boxes."""
 
 
-def build_resnet18(*, num_classes: int, image_size: int, width: int = 64, seed: int = 0) -> onnx.ModelProto:
+def build_resnet18(*, num_classes: int, image_size: int, width: int = 64) -> onnx.ModelProto:
     """Build ResNet-18: `image` [batch, 3, image_size, image_size] -> `logits` [batch, num_classes].
 
     Its beginning is that of small images (He et al. 2016, section 4.2): a 3x3 convolution in place of the 7x7 one with
     stride 2 and the max pool. width: channels of the first of the four stages; each further one has twice as many.
     """
-    g = GraphWriter("resnet18", seed=seed)
+    g = GraphWriter("resnet18")
     x = g.input("image", ("batch", 3, image_size, image_size))
     x = g.op("Relu", _conv_norm(g, x, "conv1", "bn1", (width, 3, 3, 3)))
     channels = width
@@ -54,7 +54,7 @@ def _residual(g: GraphWriter, x: str, name: str, inputs: int, outputs: int, stri
     return g.op("Relu", g.op("Add", h, x))
 
 
-def build_unet(*, num_classes: int, image_size: int, width: int = 16, seed: int = 0) -> onnx.ModelProto:
+def build_unet(*, num_classes: int, image_size: int, width: int = 16) -> onnx.ModelProto:
     """Build a U-Net of two levels: `image` [batch, 3, S, S] -> `logits` [batch, num_classes, S, S], S a multiple of 4.
 
     image - enter ----------------------- join1 - out - logits      S x S
@@ -63,7 +63,7 @@ def build_unet(*, num_classes: int, image_size: int, width: int = 16, seed: int 
                      \\ pool   /  up
                       down2 --                                      S/4 x S/4
     """
-    g = GraphWriter("unet", seed=seed)
+    g = GraphWriter("unet")
     x = g.input("image", ("batch", 3, image_size, image_size))
     a = _double(g, x, "enter", 3, width)
     b = _double(g, _half(g, a), "down1", width, 2 * width)

@@ -15,7 +15,7 @@ from onnx import AttributeProto, defs, inliner
 
 from onward.trainer.bounds import TENSOR_DIMS
 from onward.trainer.errors import shown
-from onward.trainer.onnx_graph.files.index import domain_of, nodes_inside, opsets_of, without_large_tensors
+from onward.trainer.onnx_graph.files.index import bodies_of, domain_of, nodes_inside, without_large_tensors
 
 
 class Bound(NamedTuple):
@@ -70,8 +70,7 @@ DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc")
 def attribute_problems(model: onnx.ModelProto) -> Iterator[str]:
     """Yield a sentence for each attribute of a node that has another type than its operator's, or is outside its
     bounds, those of functions included."""
-    bodies = ((function.node, opsets_of(function)) for function in model.functions)
-    for nodes, opsets in ((model.graph.node, opsets_of(model)), *bodies):
+    for nodes, opsets in bodies_of(model):
         for node in nodes_inside(nodes):
             if node.domain in DOMAINS:
                 domain = domain_of(node)
@@ -112,12 +111,8 @@ def _problems_of(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[str
         if attribute.ref_attr_name or all(bound.least <= value <= bound.most for value in values):
             continue
         given = shown(values[0] if attribute.type == AttributeProto.INT else list(values))
-        yield f"{_whose(node)} {attribute.name} = {given}; allowed is {_allowed(bound)}"
+        yield f"{_whose(node)} {attribute.name} = {given}; allowed is {bound.least:,} to {bound.most:,}"
 
 
 def _whose(node: onnx.NodeProto) -> str:
     return f"node '{shown(node.name or next(filter(None, node.output), ''))}': {node.op_type} has"
-
-
-def _allowed(bound: Bound) -> str:
-    return f"{bound.least:,} to {bound.most:,}"

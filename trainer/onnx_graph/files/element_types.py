@@ -6,7 +6,7 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_graph.files.index import element_type_name
+from onward.trainer.onnx_graph.files.index import PACKED_BITS, element_type_name
 
 DTYPES: dict[int, torch.dtype] = {
     TensorProto.FLOAT: torch.float32,
@@ -38,7 +38,7 @@ DTYPES: dict[int, torch.dtype] = {
 HALVES: dict[int, torch.dtype] = {TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16}
 """Types of half precision, as torch stores them."""
 
-PACKED = frozenset((TensorProto.INT4, TensorProto.UINT4, TensorProto.INT2, TensorProto.UINT2, TensorProto.FLOAT4E2M1))
+PACKED = frozenset(PACKED_BITS)
 """Types of less than a byte. Their torch type does not identify them, so tensors carry them as `packed`."""
 
 

@@ -13,15 +13,18 @@ import torch
 from onnx import TensorProto
 
 from onward.trainer.onnx_graph.files.element_types import DTYPES, HALVES
-from onward.trainer.onnx_graph.files.external_ranges import ByteRange, byte_range
-from onward.trainer.onnx_graph.files.stored_protos import BYTEWISE, CHUNK_BYTES
+from onward.trainer.onnx_graph.files.external_ranges import (
+    BYTEWISE_SIZES,
+    ByteRange,
+    aligned,
+    byte_range,
+    set_byte_range,
+)
+from onward.trainer.onnx_graph.files.stored_protos import CHUNK_BYTES
 from onward.trainer.onnx_graph.files.tensor_protos import read_tensor
 
-BYTEWISE_DTYPES = {element_type: DTYPES[element_type] for element_type in BYTEWISE} | HALVES
+BYTEWISE_DTYPES = {element_type: DTYPES[element_type] for element_type in BYTEWISE_SIZES} | HALVES
 """Element types whose bytes in a file are those of a torch tensor of this type."""
-
-ALIGNMENT_BYTES = 4096
-"""A tensor that is moved to the end of its file begins at a multiple of this, as onnx aligns them."""
 
 UNALIGNED_MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
 """Processors that read a number at any address."""
@@ -149,15 +152,10 @@ def _changes(tensor: torch.Tensor, dtype: torch.dtype, where: ByteRange, file: B
 
 
 def _append_range(proto: TensorProto, where: ByteRange, file: BinaryIO) -> ByteRange:
-    end = file.seek(0, os.SEEK_END)
-    # rounded up, by a floor division of the negative
-    offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    moved = ByteRange(where.location, aligned(file.seek(0, os.SEEK_END)), where.length)
     # extends the file with zeros, which the caller then overwrites
-    file.truncate(offset + where.length)
-    moved = ByteRange(where.location, offset, where.length)
-    del proto.external_data[:]
-    for key, value in (("location", moved.location), ("offset", str(offset)), ("length", str(moved.length))):
-        proto.external_data.add(key=key, value=value)
+    file.truncate(moved.end)
+    set_byte_range(proto, moved)
     return moved
 
 

@@ -40,6 +40,10 @@ BYTEWISE_SIZES: dict[int, int] = {
 """Bytes of an element in a file, of the types that are stored as a torch tensor of one type is."""
 
 
+ALIGNMENT_BYTES = 4096
+"""Tensors that are written begin at a multiple of this, as onnx aligns them, so that they can be mapped."""
+
+
 @dataclass(frozen=True)
 class ByteRange:
     """A range of bytes in an external data file."""
@@ -68,6 +72,20 @@ def byte_range(proto: TensorProto) -> ByteRange:
     size = BYTEWISE_SIZES.get(proto.data_type, 1)
     length = int(entries.get("length") or size * math.prod(proto.dims))
     return ByteRange(entries.get("location", ""), int(entries.get("offset") or 0), length)
+
+
+def set_byte_range(proto: TensorProto, where: ByteRange) -> None:
+    """Make a tensor external, with its values in a byte range."""
+    proto.data_location = TensorProto.EXTERNAL
+    del proto.external_data[:]
+    for key, value in (("location", where.location), ("offset", str(where.offset)), ("length", str(where.length))):
+        proto.external_data.add(key=key, value=value)
+
+
+def aligned(end: int) -> int:
+    """Return the first multiple of ALIGNMENT_BYTES from the end of a file on."""
+    # rounded up, by a floor division of the negative
+    return -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def external_problems(model: onnx.ModelProto, base: Path, *, own: str = "") -> list[str]:

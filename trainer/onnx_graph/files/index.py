@@ -6,6 +6,7 @@ Nothing here reads the values of weights, and nothing imports torch.
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,11 @@ from onnx import TensorProto, helper
 FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 """Element types in which weights are trained, and those among them of half precision."""
+
+PACKED_BITS: dict[int, int] = {
+    TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2, TensorProto.FLOAT4E2M1: 4
+}  # fmt: skip
+"""Element types of less than a byte -> their bits."""
 
 NEVER_TRAINED = frozenset({TensorProto.INT64, TensorProto.UINT64, TensorProto.BOOL, TensorProto.STRING})
 """Element types of lengths, indices and masks, in which no weights are stored."""
@@ -53,6 +59,13 @@ def inputs_of(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     """Return the inputs without initializers, which files with an IR version below 4 list as well."""
     stored = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     return [value for value in graph.input if value.name not in stored]
+
+
+def bodies_of(model: onnx.ModelProto) -> Iterator[tuple[Iterable[onnx.NodeProto], dict[str, int]]]:
+    """Yield (nodes, opsets) of the graph and of each function, once each, however often it is called."""
+    yield model.graph.node, opsets_of(model)
+    for function in model.functions:
+        yield function.node, opsets_of(function)
 
 
 def part_with(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> onnx.ModelProto:
@@ -220,12 +233,8 @@ class Index:
     def free_name(self, name: str) -> str:
         """Return the name, or the first of name_1, name_2, ... that the graph does not use."""
         taken = {*self.stored, *self.makers, *(value.name for value in self.graph.input)}
-        free = name
-        number = 0
-        while free in taken:
-            number += 1
-            free = f"{name}_{number}"
-        return free
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -351,10 +360,8 @@ def further_results(graph: onnx.GraphProto, known: Mapping[str, onnx.ValueInfoPr
         name = node.output[-1]  # of classifiers: the scores, after the labels
         # a declared value may have a shape and no element type
         typed = name in known and known[name].type.tensor_type.elem_type
-        if not name or typed or not node.input:
-            continue
-        operand = known.get(node.input[0])
-        if operand is None:
+        operand = known.get(node.input[0]) if node.input else None
+        if not name or typed or operand is None:
             continue
         kind = operand.type.tensor_type.elem_type
         dims = _dims(operand)
@@ -384,13 +391,7 @@ def _dims(value: onnx.ValueInfoProto) -> Dims | None:
     kind = value.type.tensor_type
     if not kind.HasField("shape"):
         return None
-    return [_length_or_symbol(dim) for dim in kind.shape.dim]
-
-
-def _length_or_symbol(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    if dim.HasField("dim_value") and dim.dim_value >= 0:
-        return dim.dim_value
-    return dim.dim_param or None
+    return [dim.dim_param or length_of(dim) for dim in kind.shape.dim]
 
 
 def _matrix(name: str, rows: Dims | None, columns: int | None) -> onnx.ValueInfoProto:

@@ -21,6 +21,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.trainer.onnx_graph.files.index import Index, graphs_of, known_types, nodes_of, replace_entries
+from onward.trainer.onnx_graph.files.operators import is_operator
 
 DTYPES: Mapping[int, type[np.signedinteger[Any]]] = {TensorProto.INT32: np.int32, TensorProto.INT64: np.int64}
 """The types whose division can end the process; smaller ones are divided in int32."""
@@ -60,7 +61,7 @@ def _kind(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
 
 
 def _is_division(node: onnx.NodeProto) -> bool:
-    return node.op_type in ("Div", "Mod") and node.domain in ("", "ai.onnx")
+    return is_operator(node, "Div", "Mod")
 
 
 def _divides(graph: onnx.GraphProto) -> bool:

@@ -24,7 +24,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import TensorProto
 
-from onward.trainer.onnx_graph.files.external_ranges import BYTEWISE_SIZES
+from onward.trainer.onnx_graph.files.external_ranges import BYTEWISE_SIZES, ByteRange, set_byte_range
 
 LARGE_BYTES = 256 * 2**10
 """Values of fewer bytes are read with the graph."""
@@ -109,9 +109,7 @@ def _light(content: mmap.mmap, field: _Field, location: str) -> bytes | None:
     # what does not fit its shape is refused where the file is read as a whole, with what is wrong
     if any(dim < 0 for dim in tensor.dims) or length != size * math.prod(tensor.dims):
         return None
-    tensor.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", str(values.value)), ("length", str(length))):
-        tensor.external_data.add(key=key, value=value)
+    set_byte_range(tensor, ByteRange(location, values.value, length))
     light: bytes = tensor.SerializeToString()
     return light
 

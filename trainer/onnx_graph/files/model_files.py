@@ -28,15 +28,9 @@ from onward.trainer.bounds import (
 )
 from onward.trainer.errors import UnsupportedModel, first_lines
 from onward.trainer.onnx_graph.files.attribute_bounds import attribute_problems
-from onward.trainer.onnx_graph.files.index import all_tensors, innermost_type, length_of, nodes_inside
+from onward.trainer.onnx_graph.files.index import PACKED_BITS, all_tensors, innermost_type, length_of, nodes_inside
 
 TYPES = frozenset(int(number) for number in TensorProto.DataType.values())
-PACKED_BITS = {
-    getattr(TensorProto, name): bits
-    for name, bits in (("INT4", 4), ("UINT4", 4), ("FLOAT4E2M1", 4), ("INT2", 2), ("UINT2", 2))
-    if hasattr(TensorProto, name)
-}
-"""Element types of less than a byte -> their bits."""
 _CHECKED: set[tuple[int, ...]] = set()
 """Device, inode, size and time of change of good files: one command reads its model several times."""
 

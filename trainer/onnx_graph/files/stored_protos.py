@@ -19,12 +19,6 @@ from onward.trainer.onnx_graph.attribute_weights import as_tensor_proto, held_at
 from onward.trainer.onnx_graph.files.external_ranges import byte_range, is_external, load_external
 from onward.trainer.onnx_graph.files.index import all_tensors
 
-BYTEWISE = frozenset(
-    {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE, TensorProto.BOOL,
-     TensorProto.UINT8, TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64}
-)  # fmt: skip
-"""Element types whose bytes in a file are those of an array of this type, and with which one can compute."""
-
 CHUNK_BYTES = 16 * 2**20
 """Tensors are compared and written in chunks of this size."""
 
@@ -73,7 +67,7 @@ def dense_tensor(sparse: onnx.SparseTensorProto) -> TensorProto:
 
 
 def read_chunks(proto: TensorProto, base: Path) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the values of a tensor of a type in BYTEWISE, flat [n] and in this type, in chunks of CHUNK_BYTES."""
+    """Yield the values of a tensor of a type in BYTEWISE_SIZES, flat [n] and in this type, in chunks of CHUNK_BYTES."""
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(proto.data_type))
     if is_external(proto):
         where = byte_range(proto)

@@ -21,7 +21,7 @@ from google.protobuf.message import Message  # type: ignore[import-untyped]
 from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedModel
-from onward.trainer.onnx_graph.files.external_ranges import is_external
+from onward.trainer.onnx_graph.files.external_ranges import ByteRange, aligned, is_external, set_byte_range
 from onward.trainer.onnx_graph.files.index import all_tensors, locations
 from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.run.durable_files import fsync
@@ -32,8 +32,6 @@ LARGE_BYTES = 1024
 """A tensor of fewer bytes stays in the model: it may be a shape, which checkers and runtimes read there."""
 FOLDER_PREFIX = ".whole-"
 """Folders in which a model and its data file are made begin so."""
-ALIGNMENT_BYTES = 4096
-"""Tensors begin at a multiple of this, so that they can be mapped."""
 
 
 def data_file_of(path: Path) -> Path:
@@ -57,7 +55,7 @@ def write_whole(model: onnx.ModelProto, path: Path, *, most: int = MOST_BYTES) -
     if fits_one_file(model, most):
         path.write_bytes(model.SerializeToString())
         return None
-    light = _without_initializers(model)
+    light = without_initializers(model)
     data = data_file_of(path)
     with data.open("wb") as file:
         for tensor in model.graph.initializer:
@@ -157,7 +155,8 @@ def _is_moved(tensor: TensorProto) -> bool:
     return not is_external(tensor) and tensor.HasField("raw_data") and _held_bytes(tensor) >= LARGE_BYTES
 
 
-def _without_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
+def without_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy without the initializers of the main graph."""
     light = onnx.ModelProto()
     _copy_fields(model, light, without="graph")
     _copy_fields(model.graph, light.graph, without="initializer")
@@ -185,10 +184,7 @@ def _add_light(target: TensorProto, tensor: TensorProto, location: str, file: Bi
     _copy_fields(tensor, target, without="raw_data")
     values = tensor.raw_data
     end = file.tell()
-    # rounded up, by a floor division of the negative
-    offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    offset = aligned(end)
     file.write(b"\0" * (offset - end))
     file.write(values)
-    target.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", str(offset)), ("length", str(len(values)))):
-        target.external_data.add(key=key, value=value)
+    set_byte_range(target, ByteRange(location, offset, len(values)))

@@ -17,6 +17,8 @@ from copy import deepcopy
 import onnx
 import torch
 
+from onward.trainer.onnx_graph.files.index import attributes_of
+
 DOMAIN = "com.microsoft.nchwc"
 BLOCK = "block_size"
 """The attribute by which `mark_blocks` passes the block size to the rules."""
@@ -58,6 +60,6 @@ def _shown_sizes(graph: onnx.GraphProto, stored: Mapping[str, torch.Tensor]) -> 
                 yield 8
         # a block of 8 is filled up with fewer than 8 outputs
         if node.op_type == "ReorderOutput" and node.input[0] in padded:
-            channels = next(attribute.i for attribute in node.attribute if attribute.name == "channels")
-            if padded[node.input[0]] - channels >= 8:
+            filled_up = padded[node.input[0]] - attributes_of(node)["channels"]
+            if filled_up >= 8:
                 yield 16

@@ -23,7 +23,16 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import Index, attributes_of, did_you_mean, dims_of, infer_types, names_read
+from onward.trainer.onnx_graph.files.index import (
+    FLOAT_TYPES,
+    Index,
+    attributes_of,
+    did_you_mean,
+    dims_of,
+    infer_types,
+    names_read,
+)
+from onward.trainer.onnx_graph.files.operators import is_operator
 from onward.trainer.onnx_graph.outputs import class_labels
 from onward.trainer.quantities import shown_shape
 
@@ -59,7 +68,7 @@ class _Layer:
 
 def _layer(node: onnx.NodeProto, index: Index) -> _Layer | None:
     """Return the node as a layer; None for other operators and for a weight that is computed."""
-    if node.op_type not in ("MatMul", "Gemm", "Conv") or node.domain not in ("", "ai.onnx") or len(node.input) < 2:
+    if not is_operator(node, "MatMul", "Gemm", "Conv") or len(node.input) < 2:
         return None
     name = node.input[1]
     exclusive = True
@@ -253,8 +262,7 @@ class _Head:
         # of one output nearly every tensor has a dimension as long
         if tensor is None or self.old < 2:
             return False
-        floats = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-        return tensor.data_type in floats and self.old in tensor.dims
+        return tensor.data_type in FLOAT_TYPES and self.old in tensor.dims
 
     def _replace_bias(self, node: onnx.NodeProto, slot: int, axis: int) -> bool:
         name = node.input[slot]

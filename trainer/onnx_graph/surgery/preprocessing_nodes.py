@@ -37,7 +37,8 @@ from onward.trainer.onnx_graph.files.index import (
     part_with,
     subgraphs,
 )
-from onward.trainer.onnx_graph.outputs import unreadable_output, with_log_probabilities
+from onward.trainer.onnx_graph.files.operators import matches_any, name_of
+from onward.trainer.onnx_graph.outputs import is_numeric, unreadable_output, with_log_probabilities
 
 STRING_OPERATORS = frozenset(("CastMap", "CategoryMapper", "DictVectorizer", "ImageDecoder", "RegexFullMatch")) | {
     *("StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer", "Tokenizer"),
@@ -162,7 +163,7 @@ def describe(nodes: Iterable[onnx.NodeProto], tensors: Iterable[str]) -> str:
 def label_of(node: onnx.NodeProto) -> str:
     """Return the operator and the name of a node, for messages."""
     operator = operator_of(node)
-    name = node.name or next(filter(None, node.output), "")
+    name = name_of(node)
     return operator if name == node.op_type else f"{operator} {name!r}"
 
 
@@ -171,14 +172,12 @@ def label_of(node: onnx.NodeProto) -> str:
 
 def _may_have_any(graph: onnx.GraphProto) -> bool:
     """Return whether the graph can have pre-processing, without the inference of types, which takes long."""
-    if has_untrained(graph):
-        return True
-    return any(map(_is_text, inputs_of(graph)))
+    return has_untrained(graph) or any(map(_is_text, inputs_of(graph)))
 
 
 def has_untrained(graph: onnx.GraphProto) -> bool:
     """Return whether a graph computes with strings, maps, trees or support vectors, which stay in front."""
-    if any(_holds_strings(value.type) for value in graph.input):
+    if not all(map(is_numeric, graph.input)):
         return True
     if any(tensor.data_type == TensorProto.STRING for tensor in graph.initializer):
         return True
@@ -193,7 +192,7 @@ def _nodes_in_front(
 
     A sequence of numbers that the graph itself makes is not meant: the network may contain it.
     """
-    typed_strings = {name for name, value in types.items() if _holds_strings(value.type)}
+    typed_strings = {name for name, value in types.items() if not is_numeric(value)}
     typed_texts = {name for name, value in types.items() if _is_text(value)}
     text = {value.name for value in graph.input if _is_text(value)}
     text |= {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.STRING}
@@ -259,16 +258,7 @@ def _makes_strings(node: onnx.NodeProto) -> bool:
 def _is_text(value: onnx.ValueInfoProto) -> bool:
     """Return whether a value is of strings, or no tensor at all: a sequence, a map or an optional value."""
     kind = value.type.WhichOneof("value")
-    return kind not in (None, "tensor_type", "sparse_tensor_type") or _holds_strings(value.type)
-
-
-def _holds_strings(kind: onnx.TypeProto) -> bool:
-    if kind.HasField("tensor_type"):
-        return bool(kind.tensor_type.elem_type == TensorProto.STRING)
-    if kind.HasField("map_type"):
-        return True
-    inner = [getattr(kind, name).elem_type for name in ("sequence_type", "optional_type") if kind.HasField(name)]
-    return any(map(_holds_strings, inner))
+    return kind not in (None, "tensor_type", "sparse_tensor_type") or not is_numeric(value)
 
 
 # -- weights in front
@@ -315,6 +305,4 @@ def _graphs_inside(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _is_trained(name: str, config: ModelConfig) -> bool:
-    if any(fnmatchcase(name, pattern) for pattern in config.freeze):
-        return False
-    return any(fnmatchcase(name, pattern) for pattern in config.train)
+    return matches_any(name, config.train) and not matches_any(name, config.freeze)

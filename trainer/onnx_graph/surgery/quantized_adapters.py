@@ -18,7 +18,6 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import numpy as np
 import onnx
@@ -26,7 +25,8 @@ from onnx import helper, numpy_helper
 
 from onward.trainer.config.sections.model import LoraConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.onnx_graph.files.index import Index, attributes_of, domain_of, replace_entries
+from onward.trainer.onnx_graph.files.index import Index, attributes_of, replace_entries
+from onward.trainer.onnx_graph.files.operators import is_operator, matches_any
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def add_quantized_adapters(model: onnx.ModelProto, config: LoraConfig, *, seed: 
     problems = list[str]()
     added: dict[str, list[onnx.NodeProto]] = {}
     for name, product in _quantized_products(index).items():
-        if not any(fnmatchcase(name, pattern) for pattern in config.weights):
+        if not matches_any(name, config.weights):
             continue
         a = f"{name}.lora_a"
         b = f"{name}.lora_b"
@@ -91,19 +91,18 @@ def _quantized_products(index: Index) -> dict[str, _Product]:
     by_weight: dict[str, list[_Product]] = {}
     for node in index.graph.node:
         if (product := _product(node, index)) is not None:
-            name, sizes = product
-            by_weight.setdefault(name, []).append(_Product(node, *sizes))
+            by_weight.setdefault(product[0], []).append(product[1])
     return {name: products[0] for name, products in by_weight.items() if len(products) == 1}
 
 
-def _product(node: onnx.NodeProto, index: Index) -> tuple[str, tuple[int, int, int]] | None:
-    """Return the weight of a product, its numbers of inputs and outputs, and its type; None for all other nodes."""
+def _product(node: onnx.NodeProto, index: Index) -> tuple[str, _Product] | None:
+    """Return the weight of a product, and the product; None for all other nodes."""
     attributes = attributes_of(node)
     if node.op_type == "MatMulNBits":
         weight, scales = node.input[1:3]
         if weight in index.stored and scales in index.stored:
-            return weight, (attributes["K"], attributes["N"], index.stored[scales].data_type)
-    if domain_of(node) or node.op_type not in ("MatMul", "Gemm"):
+            return weight, _Product(node, attributes["K"], attributes["N"], index.stored[scales].data_type)
+    if not is_operator(node, "MatMul", "Gemm"):
         return None
     # an adapter is added to x @ W itself, not to a multiple of it
     if node.op_type == "Gemm" and (attributes.get("transA", 0) or attributes.get("alpha", 1.0) != 1.0):
@@ -121,7 +120,8 @@ def _product(node: onnx.NodeProto, index: Index) -> tuple[str, tuple[int, int, i
     if len(dims) != 2 or scale is None:
         return None
     inputs, outputs = reversed(dims) if transposed else dims
-    return maker.input[0], (inputs, outputs, attributes_of(maker).get("output_dtype", 0) or scale.data_type)
+    element_type = attributes_of(maker).get("output_dtype", 0) or scale.data_type
+    return maker.input[0], _Product(node, inputs, outputs, element_type)
 
 
 def _nodes_beside(product: onnx.NodeProto, name: str) -> list[onnx.NodeProto]:

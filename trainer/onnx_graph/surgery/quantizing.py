@@ -16,8 +16,9 @@ import onnx
 from onnx import numpy_helper
 
 from onward.trainer.config.sections.quantize import QuantizeConfig
-from onward.trainer.onnx_graph.files.index import opsets_of
+from onward.trainer.onnx_graph.files.index import attributes_of, opsets_of
 from onward.trainer.onnx_graph.files.model_files import stored_array
+from onward.trainer.onnx_graph.files.operators import matches_any
 from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES
 
 LEAST_OPSET = 13
@@ -71,7 +72,7 @@ def without(nodes: Iterable[onnx.NodeProto], patterns: Iterable[str]) -> Iterato
     """Yield the nodes whose names match none of the patterns."""
     patterns = tuple(patterns)
     for node in nodes:
-        if not any(fnmatchcase(node.name, pattern) for pattern in patterns):
+        if not matches_any(node.name, patterns):
             yield node
 
 
@@ -109,7 +110,7 @@ def store_integers(model: onnx.ModelProto) -> list[str]:
             continue
         scale, zero = (numpy_helper.to_array(tensor) for tensor in parameters if tensor is not None)
         value = numpy_helper.to_array(stored[weight])
-        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+        axis = attributes_of(node).get("axis", 1)
         shape = [1] * value.ndim
         if scale.size > 1:
             shape[axis] = scale.size

@@ -44,6 +44,7 @@ from onward.trainer.onnx_graph.files.index import (
     without_large_tensors,
 )
 from onward.trainer.onnx_graph.files.model_files import stored_array
+from onward.trainer.onnx_graph.files.operators import is_operator
 from onward.trainer.onnx_graph.files.stored_protos import load_small_tensors
 
 DOMAIN = "onward"
@@ -99,7 +100,7 @@ class Branch:
 def find_branches(model: onnx.ModelProto, base: Path | None = None) -> list[Branch]:
     """Return every mask of the main graph as described above. base: the directory of external data."""
     # most files have none; shape inference below takes long for a large graph
-    if not any(_is(node, *RANDOM) for node in model.graph.node) or not _is_ordered(model.graph):
+    if not any(is_operator(node, *RANDOM) for node in model.graph.node) or not _is_ordered(model.graph):
         return []
     return list(_BranchFinder(load_small_tensors(model, base)).found())
 
@@ -140,7 +141,7 @@ def random_nodes(model: onnx.ModelProto, found: Iterable[Branch] = ()) -> list[s
     """Return the names of all nodes that draw random numbers, except those of `found`; inner graphs included."""
     drawn = {branch.drawn for branch in found}
     nodes = (*model.graph.node, *(node for function in model.functions for node in function.node))
-    drawing = [node for node in nodes_inside(nodes) if _is(node, *RANDOM)]
+    drawing = [node for node in nodes_inside(nodes) if is_operator(node, *RANDOM)]
     others = [node for node in drawing if not drawn & set(node.output)]
     return [node.name or next(iter(node.output), node.op_type) for node in others]
 
@@ -150,18 +151,14 @@ def draws_noise(model: onnx.ModelProto, base: Path | None) -> bool:
 
     base: the directory of external data. Without the nodes in bodies of If, Loop and Scan.
     """
-    drawing = [node for node in model.graph.node if _is(node, *RANDOM)]
+    drawing = [node for node in model.graph.node if is_operator(node, *RANDOM)]
     drawn = {name for node in drawing for name in node.output}
     return bool(drawn) and bool(drawn - {branch.drawn for branch in find_branches(model, base)})
 
 
-def _is(node: onnx.NodeProto | None, *operators: str) -> bool:
-    return node is not None and node.domain in ("", "ai.onnx") and node.op_type in operators
-
-
 def _values_read(node: onnx.NodeProto) -> list[str]:
     names = list(node.input)
-    return names[:1] if _is(node, "CastLike") else names  # it reads only the type of the other one
+    return names[:1] if is_operator(node, "CastLike") else names  # it reads only the type of the other one
 
 
 class _BranchFinder:
@@ -179,7 +176,7 @@ class _BranchFinder:
 
     def found(self) -> Iterator[Branch]:
         for node in self.graph.node:
-            if _is(node, "Mul"):
+            if is_operator(node, "Mul"):
                 # the mask may be either operand
                 for side in (0, 1):
                     if branch := self._match_product(node, node.input[side], node.input[1 - side]):
@@ -229,15 +226,15 @@ class _BranchFinder:
         """
         scale = 1.0
         while node := self._maker(name, alone=alone):
-            if _is(node, *IDENTITIES) and alone:
+            if is_operator(node, *IDENTITIES) and alone:
                 name = node.input[0]
-            elif _is(node, "Div") and (number := self._number(node.input[1])):
+            elif is_operator(node, "Div") and (number := self._number(node.input[1])):
                 scale = scale / number
                 name = node.input[0]
-            elif _is(node, "Mul") and (number := self._number(node.input[1])) is not None:
+            elif is_operator(node, "Mul") and (number := self._number(node.input[1])) is not None:
                 scale = scale * number
                 name = node.input[0]
-            elif _is(node, "Mul") and (number := self._number(node.input[0])) is not None:
+            elif is_operator(node, "Mul") and (number := self._number(node.input[0])) is not None:
                 scale = scale * number
                 name = node.input[1]
             else:
@@ -249,7 +246,7 @@ class _BranchFinder:
     def _scaled_after(self, name: str) -> tuple[str, float] | None:
         """Return (result, factor) of the only node that reads a value, if that node multiplies it by a number."""
         readers = [node for node in self.graph.node if name in node.input]
-        if self.readers[name] != 1 or len(readers) != 1 or not _is(readers[0], "Mul", "Div"):
+        if self.readers[name] != 1 or len(readers) != 1 or not is_operator(readers[0], "Mul", "Div"):
             return None
         scale, of = self._factor_and_operand(readers[0].output[0], alone=False)
         return (readers[0].output[0], scale) if of == name else None
@@ -258,7 +255,7 @@ class _BranchFinder:
         """Return (random node, probability of 1) of a value that is 0 or 1 at random, else None."""
         node = self._maker(name)
         inverted = False
-        while _is(node, *IDENTITIES, "Not"):
+        while is_operator(node, *IDENTITIES, "Not"):
             assert node is not None
             # an even number of Not nodes is none
             inverted ^= node.op_type == "Not"
@@ -267,12 +264,12 @@ class _BranchFinder:
             return None
         draw: onnx.NodeProto | None = node
         keep: float | None = None
-        if _is(node, "Bernoulli"):
+        if is_operator(node, "Bernoulli"):
             keep = self._number(node.input[0], single=False)
-        elif _is(node, "Floor") and _is(sum_ := self._maker(node.input[0]), "Add"):
+        elif is_operator(node, "Floor") and is_operator(sum_ := self._maker(node.input[0]), "Add"):
             assert sum_ is not None
             draw, keep = self._drawn_and_number(sum_)
-        elif _is(node, "Less", "LessOrEqual", "Greater", "GreaterOrEqual"):
+        elif is_operator(node, "Less", "LessOrEqual", "Greater", "GreaterOrEqual"):
             draw, keep = self._drawn_and_number(node)
             # uniform < p is 1 with probability p, and so is p > uniform; the other two orders give 1 - p
             below = node.op_type.startswith("Less") == (draw is not None and self._number(node.input[1]) is not None)
@@ -292,18 +289,18 @@ class _BranchFinder:
 
     def _through_casts(self, name: str) -> onnx.NodeProto | None:
         node = self._maker(name)
-        while _is(node, *IDENTITIES):
+        while is_operator(node, *IDENTITIES):
             assert node is not None
             node = self._maker(node.input[0])
         return node
 
     def _uniform(self, draw: onnx.NodeProto) -> bool:
         """Return whether a node draws uniformly from [0, 1) or from a Bernoulli distribution."""
-        if _is(draw, "Bernoulli"):
+        if is_operator(draw, "Bernoulli"):
             return True
         attributes = attributes_of(draw)
         limits = attributes.get("low", 0.0), attributes.get("high", 1.0)
-        return _is(draw, "RandomUniform", "RandomUniformLike") and limits == (0, 1)
+        return is_operator(draw, "RandomUniform", "RandomUniformLike") and limits == (0, 1)
 
     def _maker(self, name: str, *, alone: bool = True) -> onnx.NodeProto | None:
         """Return the node that computes a value; if `alone`, only when the value has exactly one reader."""
@@ -316,7 +313,7 @@ class _BranchFinder:
             small = not is_external(tensor) and math.prod(tensor.dims) <= SMALL
             return stored_array(tensor) if small else None
         node = self.makers.get(name)
-        if not _is(node, "Constant"):
+        if not is_operator(node, "Constant"):
             return None
         assert node is not None
         [value] = attributes_of(node).values()
@@ -338,17 +335,17 @@ class _BranchFinder:
         node = self.makers.get(name)
         if node is None:
             return None
-        if _is(node, *(IDENTITIES if single else KEEPS_ELEMENTS)):
+        if is_operator(node, *(IDENTITIES if single else KEEPS_ELEMENTS)):
             return self._number(node.input[0], single=single)
         # its shape may be that of an input: only the number in it is constant
-        if _is(node, "ConstantOfShape") and not single:
+        if is_operator(node, "ConstantOfShape") and not single:
             fill = attributes_of(node).get("value")
             return float(stored_array(fill).item()) if fill is not None else 0.0
         return None
 
     def _drawn_lengths(self, draw: onnx.NodeProto) -> list[int | None] | None:
         """Return the shape that a random node draws, with None for unknown lengths."""
-        if _is(draw, "RandomUniform"):
+        if is_operator(draw, "RandomUniform"):
             return list(attributes_of(draw)["shape"])
         return self._lengths(draw.input[0]) or self.dims.get(draw.output[0]) or self.dims.get(draw.input[0])
 
@@ -357,23 +354,23 @@ class _BranchFinder:
         if (constant := self._constant(name)) is not None:
             return list(constant.shape)
         node = self.makers.get(name)
-        if node is not None and _is(node, *IDENTITIES):
+        if node is not None and is_operator(node, *IDENTITIES):
             return self._lengths(node.input[0])
-        if node is None or not _is(node, "ConstantOfShape", "Expand"):
+        if node is None or not is_operator(node, "ConstantOfShape", "Expand"):
             return None
         shape = node.input[-1]
         if (constant := self._constant(shape)) is not None:
             return [int(length) for length in constant.reshape(-1)]
         # a length that is no constant, such as that of the batch, is unknown
         parts = self.makers.get(shape)
-        if parts is None or not _is(parts, "Concat"):
+        if parts is None or not is_operator(parts, "Concat"):
             return None
         return [self._length(part) for part in parts.input]
 
     def _length(self, name: str) -> int | None:
         node = self.makers.get(name)
         constant = self._constant(name)
-        if constant is None and node is not None and _is(node, *KEEPS_ELEMENTS):
+        if constant is None and node is not None and is_operator(node, *KEEPS_ELEMENTS):
             return self._length(node.input[0])
         return int(constant.item()) if constant is not None and constant.size == 1 else None
 

@@ -18,6 +18,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from onward.trainer.onnx_graph.files.index import attributes_of, inner_graphs, nodes_inside
+from onward.trainer.onnx_graph.files.operators import is_operator
 from onward.trainer.onnx_graph.surgery.stochastic_depth import find_branches
 from onward.trainer.onnx_graph.surgery.training_norms import Scope, TrainingNorm, training_norms
 
@@ -47,7 +48,7 @@ def training_form(model: onnx.ModelProto, base: Path | None = None) -> TrainingF
         if isinstance(body, onnx.GraphProto):
             booleans = [tensor for tensor in body.initializer if tensor.data_type == onnx.TensorProto.BOOL]
             off |= {tensor.name for tensor in booleans if not numpy_helper.to_array(tensor).any()}
-        drops = [node for node in nodes if _is(node, "Dropout")]
+        drops = [node for node in nodes if is_operator(node, "Dropout")]
         # a training mode that is computed counts: it may be true
         modes = [node.input[2] for node in drops if node.input[2:]]
         dropouts += sum(mode not in off for mode in modes)
@@ -139,7 +140,7 @@ def _strip_nodes(
         for slot, name in enumerate(node.input):
             # nodes are sorted topologically, so what a removed node computed has its new name before it is read
             node.input[slot] = renamed.get(name, name)
-        if _is(node, "Dropout"):
+        if is_operator(node, "Dropout"):
             is_free = pinned is not None and not pinned & set(node.output)
             # its further output is the mask
             is_mask_read = bool((read or set()) & set(node.output[1:]))
@@ -151,7 +152,7 @@ def _strip_nodes(
             # the third input of Dropout is training_mode, whose default is false
             del node.input[2:]
         kept.append(node)
-        if _is(node, "BatchNormalization") and (norm := norms.get(node.output[0])) is not None:
+        if is_operator(node, "BatchNormalization") and (norm := norms.get(node.output[0])) is not None:
             removed["BatchNormalization update"] += 1
             kept += _freeze_statistics(node, norm, set(node.output) if read is None else read)
     # `+` leaves out the kinds of which there were none
@@ -179,10 +180,6 @@ def _freeze_statistics(node: onnx.NodeProto, norm: TrainingNorm, read: set[str])
         node.attribute.remove(mode)
     if norm.opset < 7:  # where the training form is the default
         node.attribute.append(helper.make_attribute("is_test", 1))
-
-
-def _is(node: onnx.NodeProto, operator: str) -> bool:
-    return node.op_type == operator and node.domain in ("", "ai.onnx")
 
 
 def _prune(graph: onnx.GraphProto, read_before: set[str]) -> None:

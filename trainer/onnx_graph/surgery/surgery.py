@@ -32,6 +32,7 @@ from onward.trainer.onnx_graph.files.index import (
     nodes_between,
     part_with,
 )
+from onward.trainer.onnx_graph.files.operators import matches_any
 from onward.trainer.onnx_graph.graph_parts import part_between
 from onward.trainer.onnx_graph.outputs import is_numeric, unreadable_output, with_log_probabilities
 from onward.trainer.onnx_graph.shared_parameters import Use, parameters_read
@@ -78,7 +79,7 @@ def _untie(graph: onnx.GraphProto, patterns: Sequence[str]) -> list[str]:
                 problems.append(f"model.untie: no initializer matches {pattern!r}{nearest}")
     declared = {value.name: value for value in graph.value_info}
     for name, groups in shared.items():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
+        if matches_any(name, patterns):
             # the first one keeps the original and its name
             for number, uses in enumerate(groups[1:], start=1):
                 copy = graph.initializer.add()

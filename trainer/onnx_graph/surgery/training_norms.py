@@ -33,14 +33,14 @@ from onnx import helper
 from onward.trainer.onnx_graph.files.index import (
     attributes_of,
     dims_of,
-    domain_of,
     graphs_of,
-    inner_graphs,
     known_types,
+    nodes_inside,
     opsets_of,
     subgraphs,
 )
 from onward.trainer.onnx_graph.files.model_files import stored_array
+from onward.trainer.onnx_graph.files.operators import functions_of, is_operator
 
 BATCH_STATISTICS = "batch_statistics"
 """The attribute by which `mark_batch_statistics` marks nodes, in copies that are never written."""
@@ -89,9 +89,8 @@ def training_norms(model: onnx.ModelProto) -> list[TrainingNorm]:
     if not any(_in_training_form(node, version) for node, version in _norms_of(model)):
         return []  # the usual case, without inferring shapes
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    functions = {(function.domain, function.name, function.overload): function for function in model.functions}
     shapes = {name: dims for name, value in known_types(model).items() if (dims := dims_of(value)) is not None}
-    follower = _RowFollower(functions, shapes, stored)
+    follower = _RowFollower(functions_of(model), shapes, stored)
     # each input has its rows on axis 0, from where they are followed
     for value in model.graph.input:
         if value.name not in stored:
@@ -113,7 +112,7 @@ def mark_batch_statistics(model: onnx.ModelProto) -> onnx.ModelProto:
     copy = deepcopy(model)
     for graph in graphs_of(copy.graph):
         for node in graph.node:
-            if _is_norm(node) and (norm := norms.get(node.output[0])) is not None:
+            if is_operator(node, "BatchNormalization") and (norm := norms.get(node.output[0])) is not None:
                 node.attribute.append(helper.make_attribute(BATCH_STATISTICS, BY_ROW if norm.by_row else 1))
     return copy
 
@@ -122,12 +121,9 @@ def _norms_of(model: onnx.ModelProto) -> Iterable[tuple[onnx.NodeProto, int]]:
     """Yield every BatchNormalization with the opset that it is read in."""
     for body in (model.graph, *model.functions):
         opsets = opsets_of(model) | (opsets_of(body) if isinstance(body, onnx.FunctionProto) else {})
-        nodes = (*body.node, *(node for graph in inner_graphs(body.node) for node in graph.node))
-        yield from ((node, opsets.get("", 1)) for node in nodes if _is_norm(node))
-
-
-def _is_norm(node: onnx.NodeProto) -> bool:
-    return node.op_type == "BatchNormalization" and domain_of(node) == ""
+        yield from (
+            (node, opsets.get("", 1)) for node in nodes_inside(body.node) if is_operator(node, "BatchNormalization")
+        )
 
 
 def _in_training_form(node: onnx.NodeProto, opset: int) -> bool:
@@ -165,14 +161,16 @@ class _RowFollower:
 
     def _visit_node(self, node: onnx.NodeProto, opsets: Mapping[str, int], scope: Scope) -> None:
         opset = opsets.get("", 1)
-        if _is_norm(node) and _in_training_form(node, opset):
+        if is_operator(node, "BatchNormalization") and _in_training_form(node, opset):
             rows = self.rows.get(node.input[0])
             by_row = rows is not None and rows.axis in (1, None)
             self._add(TrainingNorm(scope, node.output[0], opset, _why_placeholder(node, rows), by_row))
         if node.op_type == "Constant" and "value" in (attributes := attributes_of(node)):
             self.stored[node.output[0]] = attributes["value"]
         moved = self._moved(node)
-        results = node.output[:1] if _is_norm(node) else node.output  # its statistics are those of no row
+        results = (
+            node.output[:1] if is_operator(node, "BatchNormalization") else node.output
+        )  # its statistics are those of no row
         if moved is not None:
             self.rows.update(dict.fromkeys(filter(None, results), moved))
 

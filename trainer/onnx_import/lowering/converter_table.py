@@ -14,7 +14,7 @@ that it did not read are refused with a message.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,14 +26,16 @@ from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.beyond_onnx import is_note_of_a_tool
 from onward.trainer.onnx_graph.files.element_types import torch_dtype
 from onward.trainer.onnx_graph.files.index import attribute_value
+from onward.trainer.onnx_graph.files.operators import name_of
 from onward.trainer.onnx_import.fixed_batch.batch_constants import fit_operands
 from onward.trainer.onnx_import.lowering.integer_storage import move_before_storage
 from onward.trainer.onnx_import.roles.role_tables import MOVES
 from onward.trainer.onnx_import.tracing.eager import EagerTracer
 from onward.trainer.onnx_import.tracing.tracing import Tracer
-from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, ShapeArray, Value, element_type
+from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced, Value, element_type
 
 Rule = Callable[..., Value]
+Function = Callable[..., Any]
 RunBody = Callable[[onnx.GraphProto, Sequence[Value]], list[Value]]
 
 RULES: dict[tuple[str, int], Rule] = {}
@@ -55,6 +57,12 @@ def lower(*operators: str, since: Sequence[int]) -> Callable[[Rule], Rule]:
         return rule
 
     return register
+
+
+def lower_each(table: Mapping[str, tuple[Function, tuple[int, ...]]], rule_of: Callable[[Function], Rule]) -> None:
+    """Register the rule of each function of a table: operator -> (function of torch, versions of ONNX)."""
+    for operator, (function, since) in table.items():
+        lower(operator, since=since)(rule_of(function))
 
 
 def shape_rule(*operators: str) -> Callable[[Rule], Rule]:
@@ -84,7 +92,7 @@ class Call:
         self.batch = tracer.batch
         """The batch that the file declares as fixed, if it is treated as dynamic (batch_constants.py)."""
         self.num_outputs = len(node.output)
-        self.name = node.name or next(filter(None, node.output), "")
+        self.name = name_of(node)
         self._node = node
         self._attributes = {attribute.name: attribute for attribute in node.attribute}
         self._read: set[str] = set()
@@ -95,8 +103,7 @@ class Call:
 
     def module(self, module: nn.Module, *args: Any) -> Value:
         """Call a module that follows train() and eval(), registered under the node's name."""
-        name = self._node.name or self._node.output[0]
-        return self.tracer.call_module(name.replace(".", "_").replace("/", "_") or self.op, module, *args)
+        return self.tracer.call_module(self._node.name or self._node.output[0] or self.op, module, *args)
 
     @property
     def eager(self) -> bool:
@@ -158,7 +165,7 @@ class Call:
         array = self.tracer.shape_ints(x)
         if array is None:
             raise NeedsRuntimeValues("an operand that must be a constant or a shape is computed at run time")
-        return list(array.reshape(-1))
+        return [length if isinstance(length, Traced) else int(length) for length in array.reshape(-1)]
 
     def axis(self, x: Value, axis: int) -> int:
         """Return an axis as a non-negative number."""
@@ -204,7 +211,7 @@ def run_rule(call: Call, rule: Rule, operands: Sequence[Value]) -> tuple[Value, 
         result = NotImplemented
         # what only moves elements runs on the floats before storage, so that gradients pass (integer_storage.py)
         if call.op in MOVES and not call.eager:
-            result = move_before_storage(call.tracer, functools.partial(rule, call), tensors)
+            result = move_before_storage(functools.partial(rule, call), tensors)
         if result is NotImplemented:
             result = rule(call, *tensors)
     except UnsupportedNode:
@@ -221,10 +228,7 @@ def _apply_shape_rule(call: Call, operands: Sequence[Value]) -> Value:
     rule = SHAPE_RULES.get(call.op)
     if rule is None or not any(isinstance(operand, np.ndarray) for operand in operands):
         return NotImplemented
-    arrays: list[ShapeArray | None] = []
-    for operand in operands:
-        array = None if operand is None else call.tracer.shape_numbers(operand)
-        if operand is not None and array is None:
-            return NotImplemented
-        arrays.append(array)
+    arrays = [call.tracer.shape_numbers(operand) for operand in operands]
+    if any(array is None and operand is not None for array, operand in zip(arrays, operands, strict=True)):
+        return NotImplemented
     return rule(call, *arrays)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from onward.trainer.onnx_import.tracing.tracing import Tracer
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 
@@ -26,17 +25,17 @@ def store_as(levels: torch.Tensor, dtype: torch.dtype, computed_in: torch.dtype)
     return levels.to(dtype)
 
 
-def before_storage(tracer: Tracer, x: Value) -> Value:
+def before_storage(x: Value) -> Value:
     """Return the floating-point value that `store_as` converted to x, so that gradients pass; else x itself."""
     if not isinstance(x, Traced) or x.node.target is not store_as:
         return x
     levels, _, computed_in = x.node.args
     assert isinstance(levels, fx.Node)
     first, second = (torch.empty(probe.shape, dtype=computed_in, device="meta") for probe in x.probes)  # type: ignore[arg-type]
-    return Traced(tracer, levels, (first, second))
+    return Traced(x.tracer, levels, (first, second))
 
 
-def move_before_storage(tracer: Tracer, run: Callable[..., Value], operands: Sequence[Value]) -> Value:
+def move_before_storage(run: Callable[..., Value], operands: Sequence[Value]) -> Value:
     """Run the rule of an operator in MOVES on the values before storage, and store its results.
 
     Operands that are no results of `store_as` stay as they are. Returns NotImplemented if there are none or others of
@@ -47,7 +46,7 @@ def move_before_storage(tracer: Tracer, run: Callable[..., Value], operands: Seq
     if len(stored) != 1:
         return NotImplemented
     kind = stored.pop()
-    levels = [before_storage(tracer, x) for x in operands]
+    levels = [before_storage(x) for x in operands]
     computed_in = next(new.dtype for new, old in zip(levels, operands, strict=True) if new is not old)
     # all operands are moved together, so that none may stay an integer of this type
     for place, x in enumerate(levels):
@@ -60,6 +59,6 @@ def move_before_storage(tracer: Tracer, run: Callable[..., Value], operands: Seq
     def store(result: Value) -> Value:
         # results of other types are no moved values, such as the indices of a MaxPool
         is_moved = isinstance(result, Traced) and result.is_tensor and result.dtype == computed_in
-        return tracer.call(store_as, result, kind, computed_in) if is_moved else result
+        return result.tracer.call(store_as, result, kind, computed_in) if is_moved else result
 
     return tuple(map(store, results)) if isinstance(results, tuple) else store(results)

@@ -27,7 +27,8 @@ from torch.utils import _pytree as pytree
 
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.beyond_onnx import is_note_of_a_tool
-from onward.trainer.onnx_graph.files.index import domain_of, nodes_inside, opsets_of, subgraphs
+from onward.trainer.onnx_graph.files.index import bodies_of, domain_of, nodes_inside, operator_of, opsets_of, subgraphs
+from onward.trainer.onnx_graph.files.operators import functions_of, name_of
 from onward.trainer.onnx_graph.shape_inference import Probes
 from onward.trainer.onnx_graph.surgery.training_norms import BATCH_STATISTICS
 from onward.trainer.onnx_import.lowering import converters
@@ -49,11 +50,6 @@ from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Traced
 Body = onnx.GraphProto | onnx.FunctionProto
 
 
-def local_functions(model: onnx.ModelProto) -> LocalFunctions:
-    """Return the functions that a model defines."""
-    return {(function.domain, function.name, function.overload): function for function in model.functions}
-
-
 # cached: a graph has thousands of nodes and tens of operators, and is lowered once for each pair of trial sizes
 @functools.cache
 def _since(operator: str, opset: int, domain: str) -> int:
@@ -71,26 +67,28 @@ def since_version(node: onnx.NodeProto, opset: int) -> int:
 
 def node_label(node: onnx.NodeProto, opset: int) -> str:
     """Return the node as messages name it, such as "node 'relu_1': Relu-14"."""
-    operator = f"{domain_of(node)}.{node.op_type}" if domain_of(node) else node.op_type
-    return f"node {node.name or next(filter(None, node.output), '')!r}: {operator}-{since_version(node, opset)}"
+    return f"node {name_of(node)!r}: {operator_of(node)}-{since_version(node, opset)}"
 
 
 def unknown_operators(model: onnx.ModelProto) -> list[str]:
     """Return a sentence for every node that nothing can lower, including those in inner graphs and functions."""
-    functions = local_functions(model)
-    # the bodies of functions once each, however often they are called
-    sentences = [
-        *_unknown(model.graph.node, opsets_of(model), functions),
-        *(text for body in model.functions for text in _unknown(body.node, opsets_of(body), functions)),
-    ]
-    return list(dict.fromkeys(sentences))
+    unknown = [node_label(node, opset) for node, opset, route in _routes(model) if route == "nothing"]
+    return list(dict.fromkeys(f"{label}: it is not implemented" for label in unknown))
 
 
-def _unknown(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int], functions: LocalFunctions) -> Iterable[str]:
-    for node in nodes_inside(nodes):
-        opset = opsets.get(domain_of(node), 1)
-        if _function(node, functions) is None and _route(node, opset) == "nothing":
-            yield f"{node_label(node, opset)}: it is not implemented"
+def list_operators(model: onnx.ModelProto) -> Iterable[tuple[str, int, str]]:
+    """Yield (operator, version, what lowers it) of every node, including those in inner graphs and functions."""
+    for node, opset, route in _routes(model):
+        yield operator_of(node), since_version(node, opset), route
+
+
+def _routes(model: onnx.ModelProto) -> Iterable[tuple[onnx.NodeProto, int, str]]:
+    """Yield (node, opset, what lowers it) of every node, including those in inner graphs and functions."""
+    functions = functions_of(model)
+    for nodes, opsets in bodies_of(model):
+        for node in nodes_inside(nodes):
+            opset = opsets.get(domain_of(node), 1)
+            yield node, opset, "function" if _function(node, functions) is not None else _route(node, opset)
 
 
 def _function(node: onnx.NodeProto, functions: LocalFunctions) -> onnx.FunctionProto | None:
@@ -109,24 +107,8 @@ def _route(node: onnx.NodeProto, opset: int) -> str:
     return "nothing" if onnx2torch_converter(node, version) is None else "onnx2torch"
 
 
-def list_operators(model: onnx.ModelProto) -> Iterable[tuple[str, int, str]]:
-    """Yield (operator, version, what lowers it) of every node, including those in inner graphs and functions."""
-    functions = local_functions(model)
-
-    def of(nodes: Iterable[onnx.NodeProto], opsets: Mapping[str, int]) -> Iterable[tuple[str, int, str]]:
-        for node in nodes_inside(nodes):
-            opset = opsets.get(domain_of(node), 1)
-            route = "function" if _function(node, functions) is not None else _route(node, opset)
-            yield f"{domain_of(node)}.{node.op_type}".lstrip("."), since_version(node, opset), route
-
-    yield from of(model.graph.node, opsets_of(model))
-    for body in model.functions:
-        yield from of(body.node, opsets_of(body))
-
-
 def _rule(node: onnx.NodeProto, version: int) -> Any:
-    domain = domain_of(node)
-    return RULES.get((node.op_type if domain == "" else f"{domain}.{node.op_type}", version))
+    return RULES.get((operator_of(node), version))
 
 
 def _without_unread(node: onnx.NodeProto, read: set[str]) -> onnx.NodeProto:
@@ -241,15 +223,13 @@ class GraphLowering:
             tracer = EagerTracer(torch.device("cpu"), training=self.tracer.training)
             with torch.no_grad():
                 return lower_eagerly(node, dict(zip(names, args, strict=True)), context, tracer)
-        # a dot in the name of a submodule would be read as a path
-        name = (node.name or next(filter(None, node.output))).replace(".", "_").replace("/", "_")
         # names inside a function body or an inner graph are local, and may be those of other values of the main graph
         known = {} if self.depth else self.shapes()
         # a result whose shape ONNX's inference knows can be traced further; else its readers run at run time, too
         results = [known.get(output) for output in node.output]
         statistics = {name for name, arg in zip(names, args, strict=True) if self.tracer.is_running_statistic(arg)}
         module = RuntimeNode(node, names, context, lower_eagerly, statistics=statistics)
-        return self.tracer.add_runtime_node(name, module, args, results)
+        return self.tracer.add_runtime_node(name_of(node), module, args, results)
 
     def lower(self, node: onnx.NodeProto, values: dict[str, Value], opsets: Mapping[str, int]) -> Sequence[Value]:
         """Lower one node by the first of the ways listed at the top of this file."""

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from onward.trainer.errors import UnsupportedNode
+from onward.trainer.onnx_graph.files.operators import FunctionKey
 from onward.trainer.onnx_import.tracing.eager import EagerTracer
 from onward.trainer.onnx_import.tracing.tracing import ANCHOR
 from onward.trainer.onnx_import.tracing.values import Value
 
-LocalFunctions = Mapping[tuple[str, str, str], onnx.FunctionProto]
-"""(domain, name, overload) -> a function that the model defines itself."""
+LocalFunctions = Mapping[FunctionKey, onnx.FunctionProto]
 
 
 @dataclass(frozen=True)

@@ -99,17 +99,20 @@ class BatchStatistics(nn.Module):
         return f"momentum={self.momentum:g}, always={self.always}"
 
 
-def lower_batch_norm(c: Call, x: Value, weights: tuple[Value, Value], statistics: tuple[Value, Value]) -> Value:
-    """Lower one node. weights: its scale and bias; statistics: its mean and variance."""
-    mean, variance = statistics
+@lower("BatchNormalization", since=(1, 6, 7, 9, 14, 15))
+def batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
+    """Ignore training_mode (once is_test) where running statistics are stored: train() and eval() decide."""
+    if c.version < 7:
+        c.attr("is_test"), c.attr("consumed_inputs")
+    weights = (scale, bias)
     momentum = 1.0 - c.attr("momentum", 0.9)  # ONNX: the weight of the old value; torch: of the new one
     epsilon = c.attr("epsilon", 1e-5)
     by_batch = bool(c.attr("training_mode", 0))
     spatial = bool(c.attr("spatial", 1))  # of versions before 9
     always = bool(c.attr(BATCH_STATISTICS, 0))
     # without training mode the outputs of running statistics are those of the file
-    updated = statistics
-    if not always and all(c.tracer.is_running_statistic(value) for value in statistics):
+    updated: Sequence[Value] = (mean, variance)
+    if not always and all(map(c.tracer.is_running_statistic, updated)):
         y = c.module(BatchNorm(momentum, epsilon, spatial=spatial), x, *weights, mean, variance)
     elif not spatial:
         y = _normalised(c, x, weights, (mean, variance), epsilon, shape=c.sizes(mean))
@@ -137,16 +140,3 @@ def _normalised(
     factor = c(torch.mul, c(torch.rsqrt, c(torch.add, variance, epsilon)), scale)
     y = c(torch.add, c(torch.mul, c(torch.sub, x, mean), factor), bias)
     return y if y.dtype == x.dtype else c("to", y, x.dtype)  # statistics may be wider than x
-
-
-@lower("BatchNormalization", since=(7, 9, 14, 15))
-def batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
-    """Ignore training_mode where running statistics are stored: train() and eval() decide."""
-    return lower_batch_norm(c, x, (scale, bias), (mean, variance))
-
-
-@lower("BatchNormalization", since=(1, 6))
-def early_batch_normalization(c: Call, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
-    """Ignore is_test, as `batch_normalization` ignores training_mode."""
-    c.attr("is_test"), c.attr("consumed_inputs")
-    return lower_batch_norm(c, x, (scale, bias), (mean, variance))

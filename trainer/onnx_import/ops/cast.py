@@ -7,12 +7,12 @@ from onnx import TensorProto
 
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_graph.files.element_types import HALVES, PACKED, torch_dtype
-from onward.trainer.onnx_graph.files.index import element_type_name
+from onward.trainer.onnx_graph.files.index import PACKED_BITS, element_type_name
 from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.lowering.integer_storage import before_storage
 from onward.trainer.onnx_import.tracing.values import Value
 
-INT_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
+INT_BITS = {target: bits for target, bits in PACKED_BITS.items() if target != TensorProto.FLOAT4E2M1}
 
 
 @lower("Cast", since=(6, 9, 13, 19, 21, 23, 24, 25, 28))
@@ -32,7 +32,7 @@ def convert(c: Call, x: Value, target: int) -> Value:
     round_mode = c.attr("round_mode", "up")
     dtype = c.dtype(target)
     if dtype.is_floating_point and dtype.itemsize > 1:
-        x = value_before_storage(c, x)
+        x = before_storage(x)
     # one torch type stores several packed types, whose values differ
     same_values = x.dtype == dtype and not is_packed(x) and target not in PACKED
     if c.element_type(x) == target or same_values:
@@ -52,11 +52,6 @@ def convert(c: Call, x: Value, target: int) -> Value:
 def widen_half(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     """Convert an input [...] in half precision to the type the module computes in, which is that of its anchor."""
     return x.to(anchor.dtype)
-
-
-def value_before_storage(c: Call, x: Value) -> Value:
-    """Return the floating-point value that was stored as x; x itself if there is none (integer_storage.py)."""
-    return before_storage(c.tracer, x)
 
 
 def mark_packed(x: Value, target: int) -> Value:

@@ -220,7 +220,7 @@ def col2im(x: torch.Tensor, image: Sequence[int], window: Sequence[Sequence[int]
 
 @lower("Col2Im", since=(18,))
 def col2im_(c: Call, x: Value, image: Value, block: Value) -> Value:
-    kernel = [int(n) for n in c.ints(block)]
+    kernel = c.ints(block)
     rank = len(kernel)
     window = [kernel, c.attr("strides", [1] * rank), c.attr("dilations", [1] * rank)]
     return c(col2im, x, c.ints(image), window, list(c.attr("pads", [0] * 2 * rank)))

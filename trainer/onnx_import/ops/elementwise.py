@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower, lower_each
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 Functions = dict[str, tuple[Callable[..., Any], tuple[int, ...]]]
@@ -61,8 +61,7 @@ def _unary(function: Callable[..., Any]) -> Rule:
     return lambda c, x: c(function, x)
 
 
-for _name, (_function, _since) in UNARY.items():
-    lower(_name, since=_since)(_unary(_function))
+lower_each(UNARY, _unary)
 
 
 # -- two operands, broadcast against each other
@@ -139,8 +138,7 @@ def _binary(function: Callable[..., Any]) -> Rule:
     return rule
 
 
-for _name, (_function, _since) in BINARY.items():
-    lower(_name, since=_since)(_binary(_function))
+lower_each(BINARY, _binary)
 
 
 @lower("Div", since=(7, 13, 14))
@@ -172,24 +170,6 @@ def bit_shift(c: Call, x: Value, by: Value) -> Value:
     return c(torch.bitwise_left_shift if left else torch.bitwise_right_shift, x, by)
 
 
-def cumulative_product(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:
-    """Return the product of the elements up to each one along `axis`, without itself if `exclusive`: the shape of x."""
-    x = x.flip(axis) if reverse else x
-    if exclusive:
-        # shifted by one element, behind a 1
-        one = torch.ones_like(x.narrow(axis, 0, min(1, x.shape[axis])))
-        x = torch.cat((one, x.narrow(axis, 0, max(x.shape[axis] - 1, 0))), axis)
-    # in the type of x, where torch would promote integers to int64
-    product = torch.cumprod(x, axis, dtype=x.dtype)
-    return product.flip(axis) if reverse else product
-
-
-@lower("CumProd", since=(26,))
-def cumprod(c: Call, x: Value, axis: Value) -> Value:
-    where = c.axis(x, int(c.number(axis)))
-    return c(cumulative_product, x, where, bool(c.attr("exclusive", 0)), bool(c.attr("reverse", 0)))
-
-
 @lower("PRelu", since=(7, 9, 16))
 def prelu(c: Call, x: Value, slope: Value) -> Value:
     # F.prelu takes a slope for each channel alone; ONNX lets the slope broadcast
@@ -215,8 +195,7 @@ def _variadic(function: Callable[..., Any]) -> Rule:
     return rule
 
 
-for _name, (_function, _since) in VARIADIC.items():
-    lower(_name, since=_since)(_variadic(_function))
+lower_each(VARIADIC, _variadic)
 
 
 @lower("Mean", since=(6, 8, 13))

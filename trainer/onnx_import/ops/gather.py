@@ -220,8 +220,7 @@ def slice_(c: Call, x: Value, start: Value = None, end: Value = None, axes: Valu
 def one_hot(indices: torch.Tensor, depth: int, axis: int, values: torch.Tensor) -> torch.Tensor:
     """Return values[1] where the new dimension `axis` equals the index, values[0] elsewhere: [..] -> [.., depth ..]."""
     # indices may be floating-point numbers in ONNX, and count from the end if they are negative
-    indices = indices.to(torch.int64)
-    wrapped = torch.where(indices < 0, indices + depth, indices).unsqueeze(axis)
+    wrapped = non_negative_indices(indices.to(torch.int64), depth).unsqueeze(axis)
     shape = [1] * (indices.ndim + 1)
     shape[axis] = depth
     # an index outside of the range equals no position: its row is `off` everywhere, as ONNX defines it

@@ -8,6 +8,7 @@ Resize computes, for each new element, a coordinate in the old axis (`source_coo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -191,15 +192,13 @@ def interpolate_weighted(
         weights.append((place, weight))
     # without exclusion and antialiasing the weights sum to 1 by construction
     total = sum((weight for _, weight in weights), torch.zeros_like(at))
-    y = None
+    terms = []
     for place, weight in weights:
         if options.exclude_outside or options.antialias:
             weight = weight / total
         rows = x.index_select(axis, place.clamp(0, x.shape[axis] - 1).to(torch.int64))
-        term = rows * weight.to(x.dtype).reshape([-1] + [1] * (x.ndim - 1 - axis))
-        y = term if y is None else y + term
-    assert y is not None
-    return y
+        terms.append(rows * weight.to(x.dtype).reshape([-1] + [1] * (x.ndim - 1 - axis)))
+    return functools.reduce(torch.add, terms)
 
 
 def filter_weight(distance: torch.Tensor, options: Interpolation) -> torch.Tensor:
@@ -214,6 +213,7 @@ def filter_weight(distance: torch.Tensor, options: Interpolation) -> torch.Tenso
     return torch.where(d <= 1, near, torch.where(d < 2, far, 0.0))
 
 
+@lower("Resize", since=(10,))
 @lower("Upsample", since=(7, 9, 10))
 def upsample(c: Call, x: Value, scales: Value = None) -> Value:
     given = c.attr("scales") if scales is None else c.constant(scales).tolist()
@@ -221,14 +221,8 @@ def upsample(c: Call, x: Value, scales: Value = None) -> Value:
     return _resized(c, x, ResizeTarget(tuple(range(x.ndim)), tuple(given)), None, options)
 
 
-@lower("Resize", since=(10,))
-def resize_10(c: Call, x: Value, scales: Value) -> Value:
-    options = Interpolation(_mode(c), "asymmetric", "simple")
-    return _resized(c, x, ResizeTarget(tuple(range(x.ndim)), tuple(c.constant(scales).tolist())), None, options)
-
-
 @lower("Resize", since=(11, 13, 18, 19))
-def resize_11(c: Call, x: Value, region: Value = None, scales: Value = None, sizes: Value = None) -> Value:
+def resize_(c: Call, x: Value, region: Value = None, scales: Value = None, sizes: Value = None) -> Value:
     options = Interpolation(
         _mode(c),
         c.attr("coordinate_transformation_mode", "half_pixel"),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
@@ -156,35 +154,26 @@ def local_response(x: torch.Tensor, size: int, alpha: float, beta: float, bias: 
 # -- softmax
 
 
-@lower("Softmax", "LogSoftmax", since=(1, 11, 13))
+@lower("Softmax", "LogSoftmax", "Hardmax", since=(1, 11, 13))
 def softmax(c: Call, x: Value) -> Value:
-    """Apply softmax along `axis`; before version 13, over all dimensions from `axis` (default 1) on together."""
-    function = F.softmax if c.op == "Softmax" else F.log_softmax
+    """Apply it along `axis`; before version 13, over all dimensions from `axis` (default 1) on together."""
+    functions: dict[str, Callable[..., torch.Tensor]] = {"Softmax": F.softmax, "LogSoftmax": F.log_softmax}
+    function = functions.get(c.op, hard_max)
     if c.version >= 13:
         return c(function, x, dim=c.attr("axis", -1))
-    axis = c.axis(x, c.attr("axis", 1))
+    return over_trailing_axes(c, function, x, c.axis(x, c.attr("axis", 1)))
+
+
+def over_trailing_axes(c: Call, function: Callable[..., torch.Tensor], x: Value, axis: int) -> Value:
+    """Apply a function of one dimension to all dimensions from `axis` on together, as opsets before 13 define it."""
     # the last axis alone needs no flattening
     if axis == x.ndim - 1:
         return c(function, x, dim=axis)
-    # all dimensions from `axis` on become one, as the operator was defined before version 13
     flat = c("reshape", x, [*c.sizes(x)[:axis], -1])
     return c("reshape", c(function, flat, dim=axis), c.sizes(x))
 
 
-@lower("Hardmax", since=(1, 11, 13))
-def hardmax(c: Call, x: Value) -> Value:
-    axis = c.axis(x, c.attr("axis", -1 if c.version >= 13 else 1))
-    if c.version >= 13 or axis == x.ndim - 1:
-        return c(hard_max, x, axis)
-    lengths = c.sizes(x)
-    rest = functools.reduce(operator.mul, lengths[axis:], 1)
-    if isinstance(rest, Traced):
-        raise UnsupportedNode("it flattens a dynamic dimension")
-    return c("reshape", c(hard_max, c("reshape", x, [*lengths[:axis], rest]), axis), lengths)
-
-
-def hard_max(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """Return 1 at the first maximum along `axis`, 0 elsewhere, in the shape of x."""
+def hard_max(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return 1 at the first maximum along a dimension, 0 elsewhere, in the shape of x."""
     # argmax gives the first of equal elements, as ONNX asks for
-    where = x.argmax(axis, keepdim=True)
-    return torch.zeros_like(x).scatter(axis, where, 1)
+    return torch.zeros_like(x).scatter(dim, x.argmax(dim, keepdim=True), 1)

@@ -212,14 +212,9 @@ def lp_pool_(c: Call, x: Value) -> Value:
 # -- global
 
 
-@lower("GlobalAveragePool", since=(1, 22))
-def global_average_pool(c: Call, x: Value) -> Value:
-    return c(torch.mean, x, list(range(2, x.ndim)), keepdim=True)
-
-
-@lower("GlobalMaxPool", since=(1, 22))
-def global_max_pool(c: Call, x: Value) -> Value:
-    return c(torch.amax, x, list(range(2, x.ndim)), keepdim=True)
+@lower("GlobalAveragePool", "GlobalMaxPool", since=(1, 22))
+def global_pool(c: Call, x: Value) -> Value:
+    return c(torch.amax if c.op == "GlobalMaxPool" else torch.mean, x, list(range(2, x.ndim)), keepdim=True)
 
 
 def global_lp_pool(x: torch.Tensor, p: float) -> torch.Tensor:

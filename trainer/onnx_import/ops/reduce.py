@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower
+from onward.trainer.onnx_import.lowering.converter_table import Call, Rule, lower, lower_each
 from onward.trainer.onnx_import.tracing.values import NeedsRuntimeValues, Value
 
 
@@ -41,32 +41,28 @@ def reduce_max(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Te
     """Return the maximum; of booleans, any; of no elements, the lowest value of the type."""
     # torch refuses a maximum of no elements, which ONNX defines
     if any(x.shape[axis] == 0 for axis in axes):
-        return _reduce_empty(x, axes, keepdims, lowest_value(x.dtype))
+        return _reduce_empty(x, axes, keepdims, value_limits(x.dtype)[0])
     return torch.amax(x, list(axes), keepdim=keepdims)
 
 
 def reduce_min(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
     """Return the minimum; of booleans, all; of no elements, the highest value of the type."""
     if any(x.shape[axis] == 0 for axis in axes):
-        return _reduce_empty(x, axes, keepdims, highest_value(x.dtype))
+        return _reduce_empty(x, axes, keepdims, value_limits(x.dtype)[1])
     return torch.amin(x, list(axes), keepdim=keepdims)
 
 
-def lowest_value(dtype: torch.dtype) -> float | int | bool:
-    """Return the lowest value of a type."""
+def value_limits(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the lowest and the highest value of a type."""
     if dtype == torch.bool:
-        return False
-    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+        return False, True
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    limits = torch.iinfo(dtype)
+    return limits.min, limits.max
 
 
-def highest_value(dtype: torch.dtype) -> float | int | bool:
-    """Return the highest value of a type."""
-    if dtype == torch.bool:
-        return True
-    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
-
-
-def _reduce_empty(x: torch.Tensor, axes: Sequence[int], keepdims: bool, value: float | int | bool) -> torch.Tensor:
+def _reduce_empty(x: torch.Tensor, axes: Sequence[int], keepdims: bool, value: float) -> torch.Tensor:
     if keepdims:
         lengths = [1 if axis in axes else length for axis, length in enumerate(x.shape)]
     else:
@@ -89,17 +85,17 @@ def reduce_l2(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Ten
     if x.is_floating_point():
         norm: torch.Tensor = torch.linalg.vector_norm(x, 2, list(axes), keepdim=keepdims)
         return norm
-    return torch.sqrt(reduce_sum_square(x, axes, keepdims))
+    return torch.sqrt(reduce_sum_square(x, axes, keepdims)).to(x.dtype)
 
 
 def reduce_log_sum(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
-    """Return the logarithm of the sum."""
-    return torch.log(reduce_sum(x, axes, keepdims))
+    """Return the logarithm of the sum, in the type of x as all reductions."""
+    return torch.log(reduce_sum(x, axes, keepdims)).to(x.dtype)
 
 
 def reduce_log_sum_exp(x: torch.Tensor, axes: Sequence[int], keepdims: bool) -> torch.Tensor:
     """Return the logarithm of the sum of exponentials."""
-    return torch.logsumexp(x, list(axes), keepdim=keepdims)
+    return torch.logsumexp(x, list(axes), keepdim=keepdims).to(x.dtype)
 
 
 REDUCTIONS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
@@ -135,8 +131,7 @@ def _reduction(function: Callable[..., Any]) -> Rule:
     return rule
 
 
-for _name, (_function, _since) in REDUCTIONS.items():
-    lower(_name, since=_since)(_reduction(_function))
+lower_each(REDUCTIONS, _reduction)
 
 
 @lower("ArgMax", "ArgMin", since=(1, 11, 12, 13))
@@ -151,19 +146,26 @@ def arg_reduce(c: Call, x: Value) -> Value:
     return c(torch.sub, c.size(x, axis) - 1, from_end)
 
 
-def cumulative_sum(x: torch.Tensor, axis: int, exclusive: bool, reverse: bool) -> torch.Tensor:
-    """Return the sum of the elements up to each one along `axis`, without itself if `exclusive`: the shape of x."""
+def cumulate(x: torch.Tensor, axis: int, product: bool, exclusive: bool, reverse: bool) -> torch.Tensor:
+    """Return the sum or product of the elements up to each one along `axis`, without itself if `exclusive`.
+
+    Both have the shape of x.
+    """
     x = x.flip(axis) if reverse else x
-    total = torch.cumsum(x, axis, dtype=x.dtype)
-    # the sum without the element itself
-    total = total - x if exclusive else total
+    if exclusive:
+        # shifted by one element, behind a 0 or a 1: a difference would be rounded, and NaN behind an infinity
+        neutral = torch.full_like(x.narrow(axis, 0, min(1, x.shape[axis])), product)
+        x = torch.cat((neutral, x.narrow(axis, 0, max(x.shape[axis] - 1, 0))), axis)
+    # in the type of x, where torch would promote integers to int64
+    total = (torch.cumprod if product else torch.cumsum)(x, axis, dtype=x.dtype)
     return total.flip(axis) if reverse else total
 
 
 @lower("CumSum", since=(11, 14))
-def cumsum(c: Call, x: Value, axis: Value) -> Value:
+@lower("CumProd", since=(26,))
+def cumulate_(c: Call, x: Value, axis: Value) -> Value:
     where = c.axis(x, int(c.number(axis)))
-    return c(cumulative_sum, x, where, bool(c.attr("exclusive", 0)), bool(c.attr("reverse", 0)))
+    return c(cumulate, x, where, c.op == "CumProd", bool(c.attr("exclusive", 0)), bool(c.attr("reverse", 0)))
 
 
 def largest(x: torch.Tensor, count: int, axis: int, descending: bool) -> tuple[torch.Tensor, torch.Tensor]:

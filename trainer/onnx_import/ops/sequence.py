@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from onward.trainer.onnx_import.lowering.converter_table import Call, lower
@@ -59,7 +57,7 @@ def split_to_sequence(c: Call, x: Value, sizes: Value = None) -> Value:
     keepdims = c.attr("keepdims", 1)
     if sizes is None:
         return [*c(torch.split, x, 1, axis)] if keepdims else [*c(torch.unbind, x, axis)]
-    lengths: Any = [n if isinstance(n, Traced) else int(n) for n in c.ints(sizes)]
+    lengths = c.ints(sizes)
     return [*c(torch.split, x, lengths if sizes.ndim else lengths[0], axis)]
 
 

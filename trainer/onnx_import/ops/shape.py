@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -35,15 +33,11 @@ def identity(c: Call, x: Value) -> Value:
 def reshape(c: Call, x: Value, shape: Value) -> Value:
     """Reshape; a length of 0 is copied from the input, -1 is computed from the others."""
     zero_is_zero = c.attr("allowzero", 0)
-    lengths = [_plain(length) for length in c.ints(shape)]
+    lengths = c.ints(shape)
     # before the rule of -1, because a copied length takes part in the product
     if not zero_is_zero:
         lengths = [c.size(x, i) if length == 0 else length for i, length in enumerate(lengths)]
     return c("reshape", x, reshape_lengths(c, x, lengths))
-
-
-def _plain(n: Value) -> Value:
-    return n if isinstance(n, Traced) else int(n)
 
 
 @lower("Flatten", since=(1, 9, 11, 13, 21, 23, 24, 25))
@@ -55,12 +49,8 @@ def flatten(c: Call, x: Value) -> Value:
     if axis == 1 and x.ndim > 1:
         return c(torch.flatten, x, 1)
     # the axis may equal the rank: all lengths then come before it, and the second one is 1
-    leading = _product(c.sizes(x)[:axis])
-    return c("reshape", x, [leading, _product(c.sizes(x)[axis:])])
-
-
-def _product(lengths: Sequence[Value]) -> Value:
-    return functools.reduce(operator.mul, lengths, 1)
+    leading = math.prod(c.sizes(x)[:axis])
+    return c("reshape", x, [leading, math.prod(c.sizes(x)[axis:])])
 
 
 @lower("Transpose", since=(1, 13, 21, 23, 24, 25))
@@ -116,7 +106,7 @@ def split(c: Call, x: Value, sizes: Value = None) -> Value:
         # parts of equal length, rounded up, of which the last one is shorter
         piece = -(-length // num_outputs)
         lengths = [piece] * (num_outputs - 1) + [length - piece * (num_outputs - 1)]
-    return c(torch.split, x, [_plain(n) for n in lengths], axis)
+    return c(torch.split, x, lengths, axis)
 
 
 def expand(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -131,7 +121,7 @@ def expand_(c: Call, x: Value, shape: Value) -> Value:
 
     The legacy exporter writes the zero state of a recurrent layer so: zeros [1, 2, 6] -> Expand to [1, batch, 6].
     """
-    lengths = [_plain(n) for n in c.ints(shape)]
+    lengths = c.ints(shape)
     # rows that are all equal are kept once, and broadcast to whatever batch runs
     if c.batch is not None and isinstance(x, torch.Tensor):
         for dim, n in enumerate(lengths[len(lengths) - x.ndim :] if len(lengths) >= x.ndim else []):
@@ -142,7 +132,7 @@ def expand_(c: Call, x: Value, shape: Value) -> Value:
 
 @lower("Tile", since=(6, 13))
 def tile(c: Call, x: Value, repeats: Value) -> Value:
-    return c("repeat", x, tile_repeats(c, x, [_plain(n) for n in c.ints(repeats)]))
+    return c("repeat", x, tile_repeats(c, x, c.ints(repeats)))
 
 
 # -- constants and ranges. `anchor` is an empty buffer of the module: what a graph creates is put on its device
@@ -176,7 +166,7 @@ def constant_of_shape(c: Call, shape: Value) -> Value:
     proto = c.attr("value")
     # without the attribute it is zeros in fp32, as the operator's text says
     fill = read_tensor(proto) if proto is not None else torch.zeros(1)
-    lengths = [_plain(n) for n in c.ints(shape)]
+    lengths = c.ints(shape)
     # a constant if all lengths are known: then it can be folded
     if any(isinstance(n, Traced) for n in lengths):
         return c(full, c.tracer.anchor, lengths, fill.item(), fill.dtype)
@@ -230,10 +220,10 @@ def eye_like_(c: Call, x: Value) -> Value:
 def pad(c: Call, x: Value, given: Value = None, fill: Value = None, on_axes: Value = None) -> Value:
     """Pad by all starts, then all ends, of every axis or of `on_axes`; negative pads crop."""
     mode = c.attr("mode", "constant")
-    pads = c.attr("pads") if given is None else [_plain(n) for n in c.ints(given)]
+    pads = c.attr("pads") if given is None else c.ints(given)
     value = c.attr("value", 0.0) if fill is None else c.number(fill)
     # pads list all starts, then all ends, of these axes
-    axes = list(range(x.ndim)) if on_axes is None else [c.axis(x, int(axis)) for axis in c.ints(on_axes)]
+    axes = list(range(x.ndim)) if on_axes is None else [c.axis(x, axis) for axis in c.ints(on_axes)]
     borders = {axis: (pads[i], pads[i + len(axes)]) for i, axis in enumerate(axes)}
     # F.pad wants pairs (start, end) from the last axis on
     if mode == "constant":

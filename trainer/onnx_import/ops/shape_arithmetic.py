@@ -34,10 +34,7 @@ def shape(c: Call, x: Value) -> Value:
 
 @lower("Size", since=(1, 13, 19, 21, 23, 24, 25))
 def size(c: Call, x: Value) -> Value:
-    total: Value = 1
-    for length in c.sizes(x):
-        total = total * length
-    return _array(total)
+    return _array(math.prod(c.sizes(x)))
 
 
 def _array(values: Any) -> ShapeArray:
@@ -258,7 +255,10 @@ def identity(c: Call, x: ShapeArray) -> ShapeArray:
 
 
 @shape_rule("Gather")
-def gather(c: Call, x: ShapeArray, indices: ShapeArray) -> ShapeArray:
+def gather(c: Call, x: ShapeArray, indices: ShapeArray) -> Value:
+    # a row of a stored table that a dynamic length chooses is data
+    if any(isinstance(index, Traced) for index in indices.reshape(-1)):
+        return NotImplemented
     return _array(np.take(x, indices.astype(np.int64), axis=c.attr("axis", 0)))
 
 
@@ -319,9 +319,7 @@ def reduce_prod(c: Call, x: ShapeArray, axes: ShapeArray | None = None) -> Value
     chosen = c.axes(axes)
     if not chosen and c.attr("noop_with_empty_axes", 0):
         return x
-    total: Value = 1
-    for value in x:
-        total = total * value
+    total: Value = math.prod(x)
     return _array([total] if c.attr("keepdims", 1) else total)
 
 

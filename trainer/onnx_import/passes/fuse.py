@@ -16,6 +16,7 @@ Each pass keeps results and gradients up to rounding, and changes nothing where 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,16 +40,6 @@ from onward.trainer.onnx_import.tracing.shape_assumptions import is_impure
 
 CUBIC = 0.044715
 """The coefficient of x^3 in the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
-
-
-def fuse_gelus(r: Rewriter) -> int:
-    """Fuse every GELU; return how many."""
-    return r.apply(_gelu, torch.mul, torch.div)
-
-
-def fuse_silus(r: Rewriter) -> int:
-    """Fuse every SiLU; return how many."""
-    return r.apply(_silu, torch.mul)
 
 
 def _silu(r: Rewriter, node: Any) -> fx.Node:
@@ -113,13 +104,13 @@ def _is_power(r: Rewriter, value: Any, power: int, x: Any) -> bool:
     return parts == [x] * power and r.near(number, CUBIC, x)
 
 
-PASSES = (
+PASSES: tuple[tuple[str, Callable[[Rewriter], int]], ...] = (
     ("cse", share_equal_calls),
     ("cut", fuse_slices),
     ("layer_norm", fuse_layer_norms),
     ("rms_norm", fuse_rms_norms),
-    ("gelu", fuse_gelus),
-    ("silu", fuse_silus),
+    ("gelu", lambda r: r.apply(_gelu, torch.mul, torch.div)),
+    ("silu", lambda r: r.apply(_silu, torch.mul)),
     ("attention", fuse_attentions),
     ("linear", fuse_linears),
     ("cse", share_equal_calls),

@@ -31,6 +31,7 @@ kernel rounds log(number of keys) away.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -323,19 +324,16 @@ def _combined_mask(
     # what is done below for rows in which every score is masked holds for a single mask only
     if finite:
         require(len(masks.chosen) == 1 and not masks.added)
-    total: fx.Node | None = None
+    parts = []
     # -inf in a whole row makes its softmax NaN; the fused kernel would return zeros
     may_be_empty = bool(masks.chosen) and not finite
     for condition, kept, otherwise in masks.chosen:
         filler = max(otherwise, MIN_MASK_VALUE) if finite else otherwise
-        part = r.call(additive_mask, condition, kept, filler, r.dtype(query))
-        total = part if total is None else r.call(torch.add, total, part)
-    for added in masks.added:
-        total = added if total is None else r.call(torch.add, total, added)
+        parts.append(r.call(additive_mask, condition, kept, filler, r.dtype(query)))
+    total = functools.reduce(lambda one, other: r.call(torch.add, one, other), [*parts, *masks.added])
     # a finite number in a whole row gives equal weights; with a zero query all scores are equal and have no gradient
     if finite:
         query = r.call(without_empty_rows, query, finite[0][0], finite[0][1])
-    assert total is not None
     if not nan_guarded and (may_be_empty or math.isinf(magnitude(r, total))):
         total = r.call(nan_where_empty, total)
     return total, False, query
@@ -353,10 +351,10 @@ def _check_masks(r: Rewriter, masks: Masks, product: fx.Node) -> None:
 
 
 def _is_causal(r: Rewriter, masks: Masks) -> bool:
-    node = masks.added[0] if masks.added else masks.chosen[0][0]
-    if not masks.added and triangular_condition(r, node) is not masks.chosen[0][1]:
-        return False
-    return not masks.added or is_causal_mask(r, node)
+    if masks.added:
+        return is_causal_mask(r, masks.added[0])
+    condition, kept, _ = masks.chosen[0]
+    return triangular_condition(r, condition) is kept
 
 
 def additive_mask(condition: torch.Tensor, kept: bool, otherwise: float, dtype: torch.dtype) -> torch.Tensor:

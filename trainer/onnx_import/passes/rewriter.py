@@ -217,7 +217,10 @@ class Rewriter:
         except NoMatch:  # a condition failed after new nodes were inserted: remove them again
             # the last one first: fx refuses to erase a node that has readers
             for made in reversed(self._made):
-                self._discard(made)
+                self.graph.erase_node(made)
+                if made.op == "call_module":
+                    delattr(self.root, str(made.target))
+                    self._next_number.clear()  # the number is free again
             return False
         # the new node computes the ONNX value of the old one; parallel.cuts names stages by these values
         if names := node.meta.get("onnx"):
@@ -226,12 +229,6 @@ class Rewriter:
         self.remove(node)
         mark_fused(self._made, new, node, self._erased)
         return True
-
-    def _discard(self, node: fx.Node) -> None:
-        self.graph.erase_node(node)
-        if node.op == "call_module":
-            delattr(self.root, str(node.target))
-            self._next_number.clear()  # the number is free again
 
     def remove(self, node: fx.Node) -> None:
         """Erase a node without readers, and then its operands that have no other readers."""

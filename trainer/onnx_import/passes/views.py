@@ -35,7 +35,8 @@ def fuse_slices(r: Rewriter) -> int:
                 if length is None:
                     continue
                 parts = sorted(parts_of(x, axis, length), key=lambda part: part[0])
-                if _cover_dimension(parts, length) and _split_once(r, x, axis, function, parts):
+                if _cover_dimension(parts, length):
+                    _split_once(r, x, axis, function, parts)
                     count += 1
     return count
 
@@ -77,20 +78,18 @@ def _row_parts(x: fx.Node, axis: int, length: int) -> Parts:
 
 
 def _cover_dimension(parts: Parts, length: int) -> bool:
-    """Return whether two or more parts cover the dimension without overlap."""
+    """Return whether two or more parts, none of them empty, cover the dimension without overlap."""
     # sorted by their starts: each begins where the one before ends
     ends = [0, *(end for _, end, _ in parts)]
     starts = [start for start, _, _ in parts]
-    return len(parts) > 1 and starts == ends[:-1] and ends[-1] == length
+    return len(set(ends)) == len(ends) > 2 and starts == ends[:-1] and ends[-1] == length
 
 
-def _split_once(r: Rewriter, x: fx.Node, axis: int, function: Any, parts: Parts) -> bool:
+def _split_once(r: Rewriter, x: fx.Node, axis: int, function: Any, parts: Parts) -> None:
     lengths = [end - start for start, end, _ in parts]
-    if 0 in lengths:  # an empty slice is not a part
-        return False
     how = (lengths, axis) if function is torch.split else (axis,)
-    # directly after x, so that it precedes every part wherever that is in the graph
-    with r.graph.inserting_after(_insertion_point(r, x)):
+    # directly after x, or the inputs, so that it precedes every part wherever that is in the graph
+    with r.graph.inserting_after(max([x, *r.graph.find_nodes(op="placeholder")])):
         all_parts = r.graph.call_function(function, (x, *how))
     for i, (_, _, part) in enumerate(parts):
         # in the place of the part, so that it precedes the readers of the part
@@ -99,10 +98,3 @@ def _split_once(r: Rewriter, x: fx.Node, axis: int, function: Any, parts: Parts)
         new.meta.update(part.meta)
         part.replace_all_uses_with(new)
         r.remove(part)
-    return True
-
-
-def _insertion_point(r: Rewriter, x: fx.Node) -> fx.Node:
-    """Return the node after which a call that reads x is inserted: x, or the last input."""
-    inputs: list[fx.Node] = list(r.graph.find_nodes(op="placeholder"))
-    return max([x, *inputs])

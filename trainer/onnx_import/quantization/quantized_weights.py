@@ -40,7 +40,14 @@ from onward.trainer.onnx_import.roles.scaled_integers import (
     makes_floats,
     whole,
 )
-from onward.trainer.onnx_import.scaled_values import ScaleLayout, broadcast_scale, dequantize, quantized_values
+from onward.trainer.onnx_import.scaled_values import (
+    ScaleLayout,
+    broadcast_scale,
+    dequantize,
+    integer_bounds,
+    quantized_values,
+    scale_axis,
+)
 from onward.trainer.onnx_import.tracing.tracing import Tracer
 from onward.trainer.onnx_import.tracing.values import Value
 
@@ -66,8 +73,7 @@ class QuantizedWeight:
     @property
     def bounds(self) -> tuple[int, int]:
         """Return the smallest and the greatest integer of the type."""
-        limits = torch.iinfo(self.integers.dtype)
-        return limits.min, limits.max
+        return integer_bounds(self.integers.dtype)
 
     def dequantized(self) -> torch.Tensor:
         """Return scale (q - zero), in fp32 and in the shape of the integers."""
@@ -245,9 +251,8 @@ def _weights_of(node: onnx.NodeProto, ndim: int, name: list[str]) -> Iterator[tu
     attributes = attributes_of(node)
     operator = node.op_type
     if operator == "DequantizeLinear":
-        axis = attributes.get("axis", 1)
-        # of a tensor with fewer axes the default axis 1 does not exist: one scale is for all
-        axis = axis % ndim if ndim and -ndim <= axis < ndim else 0
+        # of a tensor with fewer axes the default axis 1 does not exist
+        axis = scale_axis(attributes.get("axis", 1), ndim)
         yield 0, Use((name[1],), name[2], axis, attributes.get("block_size", 0))
     elif operator == "QLinearConv":
         yield 3, Use((name[4],), name[5], 0)

@@ -33,9 +33,10 @@ import onnx
 import torch
 from torch import Tensor, nn
 
+from onward.trainer.onnx_import.scaled_values import ScaleLayout, integer_bounds
+
 if TYPE_CHECKING:
     from onward.trainer.onnx_import.quantization.quantized_weights import QuantizedWeight
-    from onward.trainer.onnx_import.scaled_values import ScaleLayout
     from onward.trainer.onnx_import.tracing.tracing import Tracer
     from onward.trainer.onnx_import.tracing.values import Traced, Value
 
@@ -177,11 +178,6 @@ def observed(
     return torch.stack([torch.where(same, scale.reshape(()), new_scale), torch.where(same, first, middle)])
 
 
-def as_zero_point(found: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the zero point of `observed`, [2] -> a scalar in its integer type."""
-    return found[1].to(dtype)
-
-
 class RangeObserver(nn.Module):
     """Return the least and the greatest element of x, and 0, in training; in evaluation their moving averages.
 
@@ -261,14 +257,14 @@ class FollowScales:
             fixed = [a for a, b in zip(x.probes[0].shape, x.probes[1].shape, strict=True) if a == b]
             values[quantizer.scale] = self._trained(quantizer, math.prod(fixed))
         else:
-            name = f"{quantizer.scale}_observer".replace(".", "_").replace("/", "_")
+            name = f"{quantizer.scale}_observer"
             limits = self.tracer.call_module(name, RangeObserver(), x, self._states[quantizer.state])
             in_file = (quantizer.initial_range, quantizer.initial, quantizer.initial_zero, quantizer.bounds)
             scale_and_zero = self.tracer.call(observed, limits, *in_file, quantizer.moves_zero)
             values[quantizer.scale] = self.tracer.call("select", scale_and_zero, 0, 0)
             if quantizer.moves_zero:
-                dtype = values[quantizer.zero].dtype
-                values[quantizer.zero] = self.tracer.call(as_zero_point, scale_and_zero, dtype)
+                zero = self.tracer.call("select", scale_and_zero, 0, 1)
+                values[quantizer.zero] = self.tracer.call("to", zero, values[quantizer.zero].dtype)
 
     def _trained(self, quantizer: Quantizer, count: int) -> Value:
         # the factor of Esser et al., by which the updates of scales and weights have a similar size
@@ -306,8 +302,3 @@ def final_scales(quantizers: tuple[Quantizer, ...], tensors: Mapping[str, Tensor
         if quantizer.moves_zero:
             final[quantizer.zero] = zero.to(next(t for t in INTEGER_TYPES if quantizer.bounds == integer_bounds(t)))
     return final
-
-
-def integer_bounds(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the smallest and the greatest integer of a type."""
-    return torch.iinfo(dtype).min, torch.iinfo(dtype).max

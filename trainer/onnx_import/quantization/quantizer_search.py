@@ -15,7 +15,7 @@ import onnx
 import torch
 from torch import Tensor
 
-from onward.trainer.onnx_graph.files.index import attributes_of, inner_graphs, names_read
+from onward.trainer.onnx_graph.files.index import attributes_of
 from onward.trainer.onnx_import.quantization.quantized_weights import QuantizedWeight, scales_of
 from onward.trainer.onnx_import.quantization.quantizer_scales import (
     INTEGER_TYPES,
@@ -25,8 +25,9 @@ from onward.trainer.onnx_import.quantization.quantizer_scales import (
     Quantizer,
     ScaleMode,
     greatest_values,
-    integer_bounds,
 )
+from onward.trainer.onnx_import.roles.scaled_integers import Readers
+from onward.trainer.onnx_import.scaled_values import integer_bounds, scale_axis
 
 log = logging.getLogger(__name__)
 
@@ -99,20 +100,11 @@ class _Search:
         self.stored = stored
         self.floats = floats
         self.mode = mode
-        self.nodes = list(graph.node)
-        self.producer = {name: node for node in graph.node for name in node.output}
-        self.readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
-        for node in graph.node:
-            for position, name in enumerate(node.input):
-                self.readers.setdefault(name, []).append((node, position))
-        self.unknown = {value.name for value in graph.output}
-        for body in inner_graphs(graph.node):
-            for node in body.node:
-                self.unknown.update(names_read(node))
+        self.readers = Readers(graph)
 
     def run(self) -> tuple[tuple[Quantizer, ...], dict[str, str]]:
         """Return the quantizers, and why the other scales stay as they are, by name."""
-        quantizing = [node for node in self.nodes if node.op_type in QDQ]
+        quantizing = [node for node in self.readers.nodes if node.op_type in QDQ]
         names = dict.fromkeys(node.input[1] for node in quantizing if len(node.input) > 1)
         results = {name: self._quantizer(name) for name in names if name in self.stored}
         # biases last: their scales are products of those of an input and a weight, which have to follow
@@ -124,13 +116,13 @@ class _Search:
     def _quantizer(self, name: str) -> Quantizer | str:
         """Return how a scale follows, "bias" for that of an int32 bias, or why it does not follow."""
         scale = self.stored[name]
-        readers = self.readers[name]
+        readers = list(self.readers.of(name))
         if scale.dtype != torch.float32 or not scale.numel() or not bool((scale > 0).all() & scale.isfinite().all()):
             return NOT_POSITIVE
-        read_as_scale = all(node.op_type in QDQ and position == 1 for node, position in readers)
-        if name in self.unknown or not read_as_scale:
+        read_as_scale = all(node.op_type in QDQ and position == 1 for _, node, position in readers)
+        if name in self.readers.unknown or not read_as_scale:
             return "other operators than QuantizeLinear and DequantizeLinear read it"
-        nodes = [node for node, _ in readers]
+        nodes = [node for _, node, _ in readers]
         zeros = {node.input[2] if len(node.input) > 2 else "" for node in nodes}
         computed = zeros - self.stored.keys() - {""}
         if len(zeros) > 1 or computed:
@@ -178,7 +170,7 @@ class _Search:
             return "it is that of blocks, or of several axes"
         axis = axes.pop()
         # for a single scale the axis has no meaning, and may be outside of the tensor
-        layout = (axis % ndim if ndim and -ndim <= axis < ndim else 0, 0)
+        layout = (scale_axis(axis, ndim), 0)
         count = self.stored[name].numel()
         value = self.floats[weight]
         if count > 1 and (not ndim or value.shape[layout[0]] != count):
@@ -202,7 +194,7 @@ class _Search:
             return "it is that of several values"
         # int8 with the zero point 0 is symmetric; a zero point that other scales share cannot follow this one; where
         # it is the least integer, the node may stand for a Relu that the quantizer removed, and must go on cutting off
-        shared = any(node.input[1] != name for node, _ in self.readers.get(zero, ()))
+        shared = any(node.input[1] != name for _, node, _ in self.readers.of(zero))
         symmetric = first.dtype in (torch.int8, torch.int16) and not first.any()
         cuts = float(first) == common["bounds"][0]
         stays = shared or symmetric or cuts
@@ -213,7 +205,7 @@ class _Search:
     def _source(self, value: str, scale: str = "") -> str:
         """Follow what only rearranges a value up to a DequantizeLinear of a scale, or to a stored tensor; its name."""
         while value not in self.stored:
-            node = self.producer.get(value)
+            node = self.readers.maker(value)
             if node is None:
                 return ""
             if node.op_type == "DequantizeLinear" and node.input[1] == scale:
@@ -227,8 +219,9 @@ class _Search:
         """Return how the scale of an int32 bias follows those of the product it is added to."""
         scale = self.stored[name]
         pairs = set[tuple[str, str]]()
-        for node, _ in self.readers[name]:
-            for reader, position in self.readers.get(node.output[0], ()):
+        nodes = [node for _, node, _ in self.readers.of(name)]
+        for node in nodes:
+            for _, reader, position in self.readers.of(node.output[0]):
                 # operand 2 of Conv and Gemm is the bias, operands 0 and 1 are input and weight
                 pair = self._scales_of(reader) if position == 2 else ("", "")
                 if not set(pair) & plain.keys():
@@ -240,21 +233,21 @@ class _Search:
                 if not torch.allclose(first.reshape(()) * second.reshape(-1), scale.reshape(-1), rtol=1e-4, atol=0):
                     return "it is not the product of the scales of input and weight"
                 pairs.add(pair)
-        if len(pairs) != 1 or len({node.input[0] for node, _ in self.readers[name]}) != 1:
+        if len(pairs) != 1 or len({node.input[0] for node in nodes}) != 1:
             return "it is that of several products, or of none"
         pair = pairs.pop()
-        zero = next((node.input[2] for node, _ in self.readers[name] if len(node.input) > 2), "")
+        zero = next((node.input[2] for node in nodes if len(node.input) > 2), "")
         first_zero = self.stored[zero].float() if zero in self.stored else torch.zeros(())
         return Quantizer(
             kind="bias", mode=self.mode, scale=name, zero=zero, state="", initial=scale, initial_zero=first_zero,
             bounds=(-(2**31), 2**31 - 1), moves_zero=False, layout=(0, 0),
-            weight=self.readers[name][0][0].input[0], reads=pair, factors=tuple(self.stored[each] for each in pair),
+            weight=nodes[0].input[0], reads=pair, factors=tuple(self.stored[each] for each in pair),
         )  # fmt: skip
 
     def _scales_of(self, product: onnx.NodeProto) -> tuple[str, str]:
         """Return the scales of both factors of a product, "" where they are not dequantized."""
         names = []
         for value in product.input[:2]:
-            node = self.producer.get(value)
+            node = self.readers.maker(value)
             names.append(node.input[1] if node is not None and node.op_type == "DequantizeLinear" else "")
         return names[0], names[1]

@@ -87,7 +87,11 @@ def _merged(flows: Iterable[Flow]) -> Flow:
         origin = "data"
     elif "integers" in origins:
         origin = "integers"
-    return Flow(origin, frozenset[str]().union(*(flow.carried for flow in merged)))
+    return Flow(origin, _carried(merged))
+
+
+def _carried(flows: Iterable[Flow]) -> frozenset[str]:
+    return frozenset[str]().union(*(flow.carried for flow in flows))
 
 
 def _selected_by_input(flow: Flow) -> Flow:
@@ -148,7 +152,7 @@ class GraphFlow:
         # Pow is read, but is not a part of it
         chosen = DIFFERENTIABLE_OPERANDS.get(node.op_type, tuple(range(len(operands))))
         carriers = [operands[i] for i in chosen if i < len(operands)]
-        carried = frozenset[str]().union(*(flow.carried for flow in carriers))
+        carried = _carried(carriers)
         origin = self._origin(node, operands, carriers)
         self._record_operand_meanings(node, operands, chosen)
         # Combined with integers alone, a tensor is frozen only provisionally: `first_operator` has precedence over
@@ -241,7 +245,7 @@ class GraphFlow:
     def _alias(self, node: onnx.NodeProto, operands: Sequence[Flow]) -> str:
         """Return the stored tensor that the node returns unchanged: by Identity, or by a Cast to its own type."""
         alias = operands[0].alias if node.op_type in ("Identity", "Cast") and operands else ""
-        to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), None)
+        to = attributes_of(node).get("to")
         if to is None or not alias:
             return alias
         return alias if DTYPES.get(to) == self.weights[alias].dtype else ""
@@ -252,30 +256,28 @@ class GraphFlow:
             # behind arithmetic there is no tensor that an update could be written to, and updating one of the two
             # without the other would make them statistics of different data
             if mark := attributes_of(node).get(BATCH_STATISTICS):
-                self._freeze((name for flow in operands[3:5] for name in flow.carried), PLACEHOLDER_STATISTIC)
+                self._freeze(_carried(operands[3:5]), PLACEHOLDER_STATISTIC)
                 if mark == BY_ROW:
-                    self.by_row.update(*(flow.carried for flow in operands[1:3]))
+                    self.by_row |= _carried(operands[1:3])
             elif all(flow.alias for flow in operands[3:5]):
                 self.statistics.update(flow.alias for flow in operands[3:5])
-                scale_and_bias = operands[1].carried | operands[2].carried
-                self.norm_weights.update({flow.alias: scale_and_bias for flow in operands[3:5]})
+                self.norm_weights.update({flow.alias: _carried(operands[1:3]) for flow in operands[3:5]})
             else:
-                self._freeze((name for flow in operands[3:5] for name in flow.carried), COMPUTED_STATISTIC)
+                self._freeze(_carried(operands[3:5]), COMPUTED_STATISTIC)
         if node.op_type in ("Conv", "ConvTranspose"):
-            self.conv_biases.update(*(flow.carried for flow in operands[2:3]))
+            self.conv_biases |= _carried(operands[2:3])
         # a mask: the zeros look like an all-zero weight, the other operand shows what they are
         if node.op_type == "Where" and all(flow.origin == "stored" for flow in operands[1:]):
-            parts = [name for flow in operands[1:] for name in flow.carried]  # Where(condition, 0, -10000)
+            parts = _carried(operands[1:])  # Where(condition, 0, -10000)
             if any(bool((self.weights[name] <= MASKED_BELOW).all()) for name in parts):
                 self.masks.update(name for name in parts if not self.weights[name].any())
         if node.op_type == "Pow":
             self.exponents |= operands[1].carried
         for i in INITIAL_STATES.get(node.op_type, ()):
-            self.states.update(*(flow.carried for flow in operands[i : i + 1]))
+            self.states |= _carried(operands[i : i + 1])
         if why := PARAMETER_MEANING.get(node.op_type):
             # only the other operands: the data operand of a Clip may well be a weight
-            not_chosen = [flow for i, flow in enumerate(operands) if i not in chosen]
-            self._freeze((name for flow in not_chosen for name in flow.carried), why)
+            self._freeze(_carried(flow for i, flow in enumerate(operands) if i not in chosen), why)
         if node.op_type in QUANTIZERS or node.op_type in QUANTIZED_WEIGHTS:
             places = ZERO_POINTS.get(node.op_type, ())
             others = (name for place, name in enumerate(node.input) if place not in places)

@@ -10,10 +10,11 @@ MOVES = frozenset((
 ))
 """Operators whose results are elements of their operands: the same for integers and for their floating-point values."""
 
+ACTIVATIONS = ("QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax")
+POOLS = ("QLinearAveragePool", "QLinearGlobalAveragePool")
 QUANTIZERS = (
     "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv", "QLinearAdd",
-    "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax", "QLinearConcat", "QLinearAveragePool",
-    "QLinearGlobalAveragePool", "QLinearWhere", "QGemm", "QAttention", "MatMulInteger",
+    "QLinearMul", *ACTIVATIONS, "QLinearConcat", *POOLS, "QLinearWhere", "QGemm", "QAttention", "MatMulInteger",
     "ConvInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
     "QOrderedMatMul",
 )
@@ -30,7 +31,9 @@ FIRST_ONLY = (
     "CastLike", "Clip", "CumSum", "Dropout", "Expand", "Pad", "Reshape", "Resize", "RotaryEmbedding",
     "SequenceAt", "Slice", "Split", "SplitToSequence", "Squeeze", "Tile", "TopK", "Trilu", "Unsqueeze", "Upsample",
     "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum",
-    "ReduceLogSumExp", "ReduceSumSquare", "SequenceErase", *QUANTIZED_WEIGHTS,
+    "ReduceLogSumExp", "ReduceSumSquare", "SequenceErase", "Gather", "GatherElements", "GatherND", "RoiAlign",
+    "MaxRoiPool", "Scaler", "ArrayFeatureExtractor", "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss",
+    *QUANTIZED_WEIGHTS,
 )
 # fmt: on
 
@@ -41,16 +44,7 @@ DIFFERENTIABLE_OPERANDS: dict[str, tuple[int, ...]] = {
     # gradients pass through these as through the identity (ops/quantized/quant.py)
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), (0,)),
     **dict.fromkeys(("QLinearMatMul", "QLinearAdd", "QLinearMul"), (0, 3)),
-    **dict.fromkeys(
-        (
-            "QLinearSigmoid",
-            "QLinearLeakyRelu",
-            "QLinearSoftmax",
-            "QLinearAveragePool",
-            "QLinearGlobalAveragePool",
-        ),
-        (0,),
-    ),
+    **dict.fromkeys((*ACTIVATIONS, *POOLS), (0,)),
     "QLinearConv": (0, 3, 8),
     "QGemm": (0, 3, 6),
     "QLinearWhere": (1, 4),
@@ -66,22 +60,13 @@ DIFFERENTIABLE_OPERANDS: dict[str, tuple[int, ...]] = {
     "QAttention": (0, 1, 2, 8),
     **dict.fromkeys(("MatMulInteger", "ConvInteger"), (0, 1)),
     "Where": (1, 2),
-    "Gather": (0,),
-    "GatherElements": (0,),
-    "GatherND": (0,),
     "ScatterElements": (0, 2),
     "ScatterND": (0, 2),
     "Scatter": (0, 2),
     "TensorScatter": (0, 1),
     "SequenceInsert": (0, 1),
     "BatchNormalization": (0, 1, 2),
-    "SoftmaxCrossEntropyLoss": (0,),
-    "NegativeLogLikelihoodLoss": (0,),
     "GroupQueryAttention": (0, 1, 2, 3, 4),
-    "RoiAlign": (0,),
-    "MaxRoiPool": (0,),
-    "Scaler": (0,),
-    "ArrayFeatureExtractor": (0,),
     "GridSample": (0, 1),
     "STFT": (0, 2),
 }
@@ -131,8 +116,7 @@ mask is added; a weight multiplied by integers cannot."""
 ZERO_POINTS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (2,)),
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul"), (2, 5, 7)),
-    **dict.fromkeys(("QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax"), (2, 4)),
-    **dict.fromkeys(("QLinearAveragePool", "QLinearGlobalAveragePool"), (2, 4)),
+    **dict.fromkeys((*ACTIVATIONS, *POOLS), (2, 4)),
     **dict.fromkeys(("MatMulInteger", "ConvInteger"), (2, 3)),
     "QLinearConcat": tuple(range(1, 999, 3)),
     "QLinearWhere": (3, 6, 8),

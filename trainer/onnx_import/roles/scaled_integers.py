@@ -92,6 +92,11 @@ class Readers:
         for place, position in self.places.get(value, ()):
             yield place, self.nodes[place], position
 
+    def maker(self, value: str) -> onnx.NodeProto | None:
+        """Return the node that computes a value."""
+        place = self.makers.get(value)
+        return None if place is None else self.nodes[place]
+
 
 def makes_floats(node: onnx.NodeProto) -> bool:
     """Return whether a node converts to a floating-point type in which one computes."""

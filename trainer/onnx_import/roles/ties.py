@@ -34,9 +34,7 @@ NUM_SAMPLES = 16
 """Number of elements by which candidates are looked up before whole tensors are compared."""
 
 
-def find_copies(
-    weights: Mapping[str, torch.Tensor], roles: Mapping[str, Role], originals: Mapping[str, str] | None = None
-) -> Copies:
+def find_copies(weights: Mapping[str, torch.Tensor], roles: Mapping[str, Role], originals: Mapping[str, str]) -> Copies:
     """Return the trained tensors that are bitwise copies of another one.
 
     originals: stored tensor -> the weight that the exporter folded it from, as far as it is written. Equal tensors that
@@ -45,13 +43,12 @@ def find_copies(
     by more than numbers: the layers of a fresh torch.nn.TransformerEncoder are equal because they were initialised
     alike, and must not be tied.
     """
-    origins = originals or {}
     trained = []
     for name, role in roles.items():
         if role.kind != "trained" or UNTIED in name:  # model.untie separated these
             continue
         # a vector is a copy only where the exporter wrote that both were folded from one weight
-        if weights[name].ndim >= 2 or name in origins:
+        if weights[name].ndim >= 2 or name in originals:
             trained.append(name)
     embeddings = {name for name in trained if roles[name].operator.startswith("Gather")}
     seen: dict[tuple[object, ...], list[tuple[str, bool]]] = {}
@@ -59,7 +56,7 @@ def find_copies(
     for name in sorted(trained, key=lambda name: name not in embeddings):  # so that the embedding is the original
         tensor = weights[name]
         candidates = seen.get(_sample_key(tensor), ())
-        original = next((of for of in candidates if _is_copy(name, of, weights, embeddings, origins)), None)
+        original = next((of for of in candidates if _is_copy(name, of, weights, embeddings, originals)), None)
         # a copy does not become a candidate itself, so all copies point at one original and never at each other
         if original is not None:
             copies[name] = original

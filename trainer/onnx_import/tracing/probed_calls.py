@@ -67,14 +67,11 @@ def call_key(function: Callable[..., Any] | str) -> Any:
     """Return the key of a function, or of a tensor method by its name; None if its results are not remembered."""
     if isinstance(function, str):
         return None if function.endswith("_") else function
-    if isinstance(function, FunctionType):
-        # the variables of an enclosing function are operands that no key has
-        pure = function.__closure__ is None and f"{function.__module__}.".startswith(PURE_MODULES)
-        return function if pure and not function.__name__.endswith("_") else None
-    if isinstance(function, BuiltinFunctionType):
-        pure = f"{function.__module__}.".startswith(PURE_MODULES) and not function.__name__.endswith("_")
-        return function if pure else None
-    return None
+    # the variables of an enclosing function are operands that no key has
+    if not isinstance(function, FunctionType | BuiltinFunctionType) or getattr(function, "__closure__", None):
+        return None
+    pure = f"{function.__module__}.".startswith(PURE_MODULES) and not function.__name__.endswith("_")
+    return function if pure else None
 
 
 def module_key(module: nn.Module) -> Any:

@@ -40,7 +40,7 @@ def probe(function: Callable[..., Any] | str, args: Any, kwargs: Any, known: Pro
     run = as_function(function)
     key = call_key(function)
     try:
-        first, second = (known.run(key, run, *_operands(side, args, kwargs)) for side in (0, 1))
+        first, second = (known.run(key, run, *meta_operands(side, args, kwargs)) for side in (0, 1))
         if isinstance(first, list | tuple) and len(first) != len(second):
             raise NeedsRuntimeValues("how many results it has depends on a dynamic dimension")
         return first, second
@@ -52,7 +52,9 @@ def probe(function: Callable[..., Any] | str, args: Any, kwargs: Any, known: Pro
         raise UnsupportedNode(reason) from error
 
 
-def _operands(side: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def meta_operands(side: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the operands of a call as meta tensors, at the first (0) or the second trial size."""
+
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, Traced):
             return leaf.probes[side]

@@ -184,12 +184,15 @@ class Tracer:
         return self._anchor
 
     def attach(self, name: str, what: nn.Module | torch.Tensor, *, persistent: bool = True) -> str:
-        """Register a tensor or a module on the root, with dots in its name as a path; return the path.
+        """Register a tensor, with dots in its name as a path, or a module on the root; return the path.
 
         Underscores are appended where a part of the path is taken already.
         """
         owner = self.root
         path = []
+        # a dot in the name of a module would be read as a path
+        if isinstance(what, nn.Module):
+            name = name.replace(".", "_").replace("/", "_")
         # dots of initializer names become submodules, so that paths of parameters read as in the original module
         *containers, attribute = [_identifier(part) for part in name.split(".")]
         for part in containers:
@@ -238,14 +241,14 @@ class Tracer:
         if any(isinstance(n.probes[0] if isinstance(n, Traced) else n, float) for n in numbers):
             # constants alone need no node
             if not dynamic:
-                return floats_to_tensor(torch.empty(0), numbers, shape)
-            traced = self.call(floats_to_tensor, self.anchor, numbers, shape)
+                return filled(torch.empty(0), numbers, shape, torch.float32)
+            traced = self.call(filled, self.anchor, numbers, shape, torch.float32)
         elif dynamic:
-            traced = self.call(ints_to_tensor, self.anchor, numbers, shape)
+            traced = self.call(filled, self.anchor, numbers, shape, torch.int64)
         else:
             truth = bool(numbers) and all(isinstance(number, bool) for number in numbers)
             dtype = torch.bool if truth else torch.int64
-            return filled(torch.empty(0, device=self.constants_device), numbers, dtype).reshape(shape)
+            return filled(torch.empty(0, device=self.constants_device), numbers, shape, dtype)
         # a later rule that reads this tensor as a shape gets the integers back
         self._shape_arrays[traced.node] = value
         return traced
@@ -297,23 +300,13 @@ class Tracer:
             self.graph.call_function(check_assumption, (node, assumed, what))
 
 
-def floats_to_tensor(anchor: torch.Tensor, values: list[float], shape: list[int]) -> torch.Tensor:
-    """Return an fp32 tensor [*shape] of the given numbers, on the anchor's device."""
-    return filled(anchor, values, torch.float32).reshape(shape)
-
-
-def ints_to_tensor(anchor: torch.Tensor, values: list[int], shape: list[int]) -> torch.Tensor:
-    """Return an int64 tensor [*shape] of the given numbers, on the anchor's device."""
-    return filled(anchor, values, torch.int64).reshape(shape)
-
-
-def filled(anchor: torch.Tensor, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor [numbers] of the given ones, on the anchor's device.
+def filled(anchor: torch.Tensor, values: Sequence[float], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor [*shape] of the given numbers, on the anchor's device.
 
     It is filled there: a copy from the host would make a GPU wait, and cannot be captured in a CUDA graph.
     """
     parts = [anchor.new_full((1,), value, dtype=dtype) for value in values]
-    return torch.cat(parts) if parts else anchor.new_empty(0, dtype=dtype)
+    return (torch.cat(parts) if parts else anchor.new_empty(0, dtype=dtype)).reshape(shape)
 
 
 def _identifier(part: str) -> str:

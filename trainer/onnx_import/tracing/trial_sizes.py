@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -104,14 +104,16 @@ def lengths_needed(graph: onnx.GraphProto) -> Need:
     needs: dict[str, Need] = {}
     for node in graph.node:
         operands = [needs[name] for name in node.input if name in needs]
-        before = Need(max((n.divisor for n in operands), default=1), max((n.shortest for n in operands), default=1))
+        before = _greatest(operands)
         window, stride = _window(node, stored)
         after = Need(min(MOST, before.divisor * stride), min(MOST, max(before.shortest, before.divisor * window)))
         needs |= dict.fromkeys(filter(None, node.output), after)
-    return Need(
-        max((need.divisor for need in needs.values()), default=1),
-        max((need.shortest for need in needs.values()), default=1),
-    )
+    return _greatest(needs.values())
+
+
+def _greatest(needs: Collection[Need]) -> Need:
+    divisors = (need.divisor for need in needs)
+    return Need(max(divisors, default=1), max((need.shortest for need in needs), default=1))
 
 
 def _window(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> tuple[int, int]:
@@ -148,9 +150,7 @@ def _is_empty(dim: onnx.TensorShapeProto.Dimension) -> bool:
     return dim.HasField("dim_value") and dim.dim_value == 0
 
 
-def _lengths(
-    inputs: Sequence[onnx.ValueInfoProto], table: tuple[tuple[int, int], ...], *, free_batch: bool, empty: bool = False
-) -> Lengths:
+def _lengths(inputs: Sequence[onnx.ValueInfoProto], table: Table, *, free_batch: bool, empty: bool = False) -> Lengths:
     """Assign a row of the table to each symbol (`dim_param`) and each unnamed dynamic dimension.
 
     free_batch: treat a declared leading dimension as dynamic. empty: take a declared length of 0 literally.

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from onward.trainer.errors import UnsupportedNode
-from onward.trainer.onnx_import.tracing.probing import TORCH_ERRORS, as_function
+from onward.trainer.onnx_import.tracing.probing import TORCH_ERRORS, as_function, meta_operands
 from onward.trainer.onnx_import.tracing.values import Traced, Value
 
 if TYPE_CHECKING:
@@ -48,11 +48,6 @@ def _is_wide(leaf: Any) -> bool:
 def call_in_int64(tracer: Tracer, function: Callable[..., Any] | str, args: Any, kwargs: Any) -> Value:
     """Record a call on int64 copies of its wide operands. Results get the types that torch would give them."""
 
-    def as_meta(leaf: Any) -> Any:
-        if isinstance(leaf, Traced):
-            return leaf.probes[0]
-        return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
     def widen(leaf: Any) -> Any:
         if not _is_wide(leaf):
             return leaf
@@ -65,7 +60,7 @@ def call_in_int64(tracer: Tracer, function: Callable[..., Any] | str, args: Any,
 
     try:
         # meta tensors take the wide types; only the arithmetic is missing
-        picked, named = pytree.tree_map(as_meta, (args, kwargs))
+        picked, named = meta_operands(0, args, kwargs)
         expected = as_function(function)(*picked, **named)
     except TORCH_ERRORS as error:
         raise UnsupportedNode(f"torch refuses it: {str(error).splitlines()[0]}") from error

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onward.trainer.errors import ConfigError, UnsupportedModel
 from onward.trainer.onnx_graph.files import external_data as external
 from onward.trainer.onnx_graph.files import stored_protos
-from onward.trainer.onnx_graph.files.external_ranges import byte_range, external_problems, is_external
+from onward.trainer.onnx_graph.files.external_ranges import BYTEWISE_SIZES, byte_range, external_problems, is_external
 from onward.trainer.onnx_import.driver import load_model, to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.write_back import write_model
@@ -210,7 +210,7 @@ def test_a_tensor_is_written_and_compared_in_chunks(tmp_path, monkeypatch):
 
 
 def test_types_that_are_compared_in_chunks_are_those_that_are_mapped():
-    assert external.BYTEWISE_DTYPES.keys() == stored_protos.BYTEWISE
+    assert external.BYTEWISE_DTYPES.keys() == BYTEWISE_SIZES.keys()
 
 
 WIDE = 8192

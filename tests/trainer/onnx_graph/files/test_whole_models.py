@@ -14,9 +14,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from onward.trainer.onnx_graph.files.external_ranges import ALIGNMENT_BYTES
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.files.whole_models import (
-    ALIGNMENT_BYTES,
     LARGE_BYTES,
     copies_under,
     data_file_of,

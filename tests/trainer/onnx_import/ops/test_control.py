@@ -346,6 +346,21 @@ def test_a_sequence_whose_length_depends_on_data_is_in_runtime_nodes():
 # -- shape arithmetic
 
 
+CHOSEN = """g (float[N,4] x) => (int64[1] y) <
+    int64[8] table = {0,10,20,30,40,50,60,70}, int64[1] begin = {0}, int64[1] end = {1}> {
+  shape = Shape(x)
+  rows = Slice(shape, begin, end)
+  y = Gather(table, rows)
+}"""
+
+
+def test_a_length_chooses_from_stored_integers():
+    model = read(CHOSEN)
+    module = to_module(model)
+    for rows in (1, 6):
+        assert_same(module, model, torch.zeros(rows, 4))
+
+
 def test_lengths_computed_in_floats_need_no_runtime_node():
     model = read("""g (float[N,3,H,W] x) => (float[a,b,c,d] y)
       <int64[1] two = {2}, int64[1] four = {4}, float[1] part = {0.7}, int64[1] zero = {0}> {

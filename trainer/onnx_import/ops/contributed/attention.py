@@ -134,12 +134,15 @@ def explicit_attention(
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     raw = torch.matmul(query, key.transpose(-2, -1)) * scale
     capped = softcap * torch.tanh(raw / softcap) if softcap > 0 else raw
-    masked = capped if mask is None else capped + as_bias(mask)
-    empty = None if mask is None else (as_bias(mask) == -math.inf).all(-1, keepdim=True)
-    # the softmax of a row of -inf is NaN: a query that may attend to no key gets zeros, and no gradient
-    safe = masked if empty is None else masked.masked_fill(empty, 0.0)
-    weights = F.softmax(safe, dim=-1)
-    weights = weights if empty is None else weights.masked_fill(empty, 0.0)
+    if mask is None:
+        masked = capped
+        weights = F.softmax(capped, dim=-1)
+    else:
+        bias = as_bias(mask)
+        masked = capped + bias
+        # the softmax of a row of -inf is NaN: a query that may attend to no key gets zeros, and no gradient
+        empty = (bias == -math.inf).all(-1, keepdim=True)
+        weights = F.softmax(masked.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
     return torch.matmul(weights, value), (raw, capped, masked, weights)[score_output]
 
 

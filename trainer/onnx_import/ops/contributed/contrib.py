@@ -21,6 +21,7 @@ from onward.trainer.onnx_import.ops.contributed.attention import (
     window_mask,
 )
 from onward.trainer.onnx_import.ops.conv import conv
+from onward.trainer.onnx_import.ops.elementwise import hard_sigmoid, swish
 from onward.trainer.onnx_import.ops.gather import gather_rows
 from onward.trainer.onnx_import.ops.matmul import gemm
 from onward.trainer.onnx_import.ops.norm import layer_normalization
@@ -57,14 +58,9 @@ def fast_gelu(c: Call, x: Value, bias: Value = None) -> Value:
     return c(F.gelu, x if bias is None else c(torch.add, x, bias), approximate="tanh")
 
 
-def quick_gelu(x: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Return x sigmoid(alpha x)."""
-    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
-
-
 @_microsoft("QuickGelu")
-def quick_gelu_(c: Call, x: Value) -> Value:
-    return c(quick_gelu, x, c.attr("alpha", 1.702))
+def quick_gelu(c: Call, x: Value) -> Value:
+    return c(swish, x, c.attr("alpha", 1.702))
 
 
 @_microsoft("BiasSplitGelu")
@@ -94,7 +90,7 @@ def activate(c: Call, x: Value, name: str, numbers: Sequence[float]) -> Value:
     if name == "Clip":
         return c(torch.clamp, x, first, second)
     if name == "HardSigmoid":
-        return c(torch.clamp, c(torch.add, c(torch.mul, x, first), second), 0.0, 1.0)
+        return c(hard_sigmoid, x, first, second)
     raise UnsupportedNode(f"activation {name!r}")
 
 
@@ -246,18 +242,19 @@ def length_bias(lengths: torch.Tensor, keys: torch.Tensor, filler: float) -> tor
     return padding_bias(seen.to(torch.int32), keys, filler)
 
 
-def _attended(c: Call, q: Value, k: Value, v: Value, *, masks: Sequence[Value], past: Value) -> Value:
-    """Call attention with the sum of masks; causal if the node is unidirectional."""
-    causal, given = bool(c.attr("unidirectional", 0)), c.attr("scale", 0.0)
+def _attended(c: Call, q: Value, k: Value, v: Value, mask: Value, added: Value, past: Value) -> Value:
+    """Call attention with a padding mask and what is added to scores; causal if the node is unidirectional."""
+    causal, filler = bool(c.attr("unidirectional", 0)), c.attr("mask_filter_value", -10000.0)
     # 0 stands for the usual scale, 1 over the root of the width of a head
-    scale = given or 1 / math.sqrt(c.size(q, 3))
-    masks = [mask for mask in masks if mask is not None]
+    scale = c.attr("scale", 0.0) or 1 / math.sqrt(c.size(q, 3))
+    padding = None if mask is None else c(length_bias if mask.ndim == 1 else padding_bias, mask, k, filler)
+    masks = [bias for bias in (padding, added) if bias is not None]
     # torch takes either is_causal or a mask; with a cache its causal mask would begin at the wrong key
     if causal and (masks or past is not None):
         masks.append(c(window_mask, q, k, 0 if past is None else c.size(past, -2), left=-1, right=0))
         causal = False
-    mask = functools.reduce(lambda a, b: c(combine_masks, a, b), masks) if masks else None
-    return join_heads(c, attend(c, (q, k, v), mask, causal=causal, scale=scale))
+    total = functools.reduce(lambda a, b: c(combine_masks, a, b), masks) if masks else None
+    return join_heads(c, attend(c, (q, k, v), total, causal=causal, scale=scale))
 
 
 @_microsoft("Attention")
@@ -282,16 +279,13 @@ def attend_packed(c: Call, projected: Value, mask: Value, past: Value, added: Va
     c.require("do_rotary", 0)
     c.require("past_present_share_buffer", 0)
     c.attr("rotary_embedding_dim")
-    heads, filler = c.attr("num_heads"), c.attr("mask_filter_value", -10000.0)
+    heads = c.attr("num_heads")
     # three equal parts, unless the file says how wide each is
     widths = c.attr("qkv_hidden_sizes") or [c.size(projected, 2) // 3] * 3
     q, k, v = (split_heads(c, part, heads) for part in c(torch.split, projected, list(widths), -1))
     if past is not None:  # [2, batch, heads, sequence, width]
         k, v = c(torch.cat, [c(torch.select, past, 0, 0), k], 2), c(torch.cat, [c(torch.select, past, 0, 1), v], 2)
-    masked = None
-    if mask is not None:
-        masked = c(length_bias if mask.ndim == 1 else padding_bias, mask, k, filler)
-    y = _attended(c, q, k, v, masks=[masked, added], past=past)
+    y = _attended(c, q, k, v, mask, added, past)
     return (y, c(torch.stack, [k, v])) if c.wants(1) else y
 
 
@@ -310,7 +304,7 @@ def multi_head_attention(
     indirection: Value = None,
 ) -> Value:
     """Lower attention after its projections; keys and values are [batch, sequence, width], packed, or by heads."""
-    heads, filler = c.attr("num_heads"), c.attr("mask_filter_value", -10000.0)
+    heads = c.attr("num_heads")
     if past_length is not None or indirection is not None or c.wants(3):
         raise UnsupportedNode("it shares its cache with the next step, or returns its scores")
     if query.ndim == 5:  # [batch, sequence, heads, 3, width]
@@ -328,12 +322,9 @@ def multi_head_attention(
     q, k, v = (x if x.ndim == 4 else split_heads(c, x, heads) for x in (query, key, value))
     if past_key is not None:
         k, v = c(torch.cat, [past_key, k], 2), c(torch.cat, [past_value, v], 2)
-    masked = None
-    if mask is not None:
-        if mask.ndim == 1 and c.size(mask, 0) == 3 * c.size(q, 0) + 2:
-            raise UnsupportedNode("its key_padding_mask holds cumulated lengths")
-        masked = c(length_bias if mask.ndim == 1 else padding_bias, mask, k, filler)
-    return _attended(c, q, k, v, masks=[masked, added], past=past_key), k, v
+    if mask is not None and mask.ndim == 1 and c.size(mask, 0) == 3 * c.size(q, 0) + 2:
+        raise UnsupportedNode("its key_padding_mask holds cumulated lengths")
+    return _attended(c, q, k, v, mask, added, past_key), k, v
 
 
 @_microsoft("GroupQueryAttention")

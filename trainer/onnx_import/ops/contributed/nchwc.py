@@ -18,7 +18,7 @@ from onward.trainer.onnx_graph.surgery.blocked_layout import BLOCK, DOMAIN
 from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.ops.contributed.contrib import fused
 from onward.trainer.onnx_import.ops.conv import conv
-from onward.trainer.onnx_import.ops.pool import average_pool_, max_pool_
+from onward.trainer.onnx_import.ops.pool import average_pool_, global_pool, max_pool_
 from onward.trainer.onnx_import.tracing.values import Value
 
 
@@ -84,7 +84,7 @@ def blocked_pool(c: Call, x: Value) -> Value:
 @lower(f"{DOMAIN}.GlobalMaxPool", f"{DOMAIN}.GlobalAveragePool", since=(1,))
 def blocked_global_pool(c: Call, x: Value) -> Value:
     c.attr(BLOCK)
-    return c(torch.amax if c.op == "GlobalMaxPool" else torch.mean, x, list(range(2, x.ndim)), keepdim=True)
+    return global_pool(c, x)
 
 
 @lower(f"{DOMAIN}.Upsample", since=(1,))

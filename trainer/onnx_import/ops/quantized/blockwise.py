@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.lowering.converter_table import Call, lower
 from onward.trainer.onnx_import.ops.cast import is_packed
+from onward.trainer.onnx_import.ops.gather import non_negative_indices
 from onward.trainer.onnx_import.tracing.values import Value
 
 Tensor = torch.Tensor
@@ -160,7 +161,7 @@ def gather_blocks(
 ) -> Tensor:
     """Return the weights of rows [*shape of indices, ..., columns]; only these rows are unpacked."""
     # negative indices count from the end, as in Gather
-    at = torch.where(indices < 0, indices + packed.shape[0], indices).to(torch.int64)
+    at = non_negative_indices(indices, packed.shape[0])
     return dequantize_blocks(packed[at], scales[at], None if zero is None else zero[at], None, layout)
 
 

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 
 from onward.trainer.errors import UnsupportedNode
 from onward.trainer.onnx_import.lowering.converter_table import Call, lower
-from onward.trainer.onnx_import.lowering.integer_storage import move_before_storage
-from onward.trainer.onnx_import.ops.cast import value_before_storage
+from onward.trainer.onnx_import.lowering.integer_storage import before_storage, move_before_storage
 from onward.trainer.onnx_import.ops.contributed.contrib import attend_packed
 from onward.trainer.onnx_import.ops.matmul import gemm
+from onward.trainer.onnx_import.ops.norm import over_trailing_axes
 from onward.trainer.onnx_import.ops.pool import average_pool_
 from onward.trainer.onnx_import.ops.quantized.quant import (
     dequantize_linear,
@@ -40,7 +40,7 @@ ONE_SCALE = (0, 0)
 
 def _real(c: Call, x: Value, scale: Value, zero: Value, axis: int = 0) -> Value:
     """Return what integers mean. axis: that along which scales differ, if there are several."""
-    return c(dequantize, value_before_storage(c, x), scale, zero, (axis, 0))
+    return c(dequantize, before_storage(x), scale, zero, (axis, 0))
 
 
 def _stored(c: Call, y: Value, scale: Value, zero: Value, like: Value) -> Value:
@@ -60,7 +60,7 @@ def _channels_last(c: Call, x: Value) -> Value:
 def _permuted(c: Call, x: Value, dims: list[int]) -> Value:
     """Permute dimensions, of integers before they are stored."""
     # so that gradients pass: a permutation of integers would end them
-    moved = move_before_storage(c.tracer, lambda levels: c("permute", levels, dims), [x])
+    moved = move_before_storage(lambda levels: c("permute", levels, dims), [x])
     return c("permute", x, dims) if moved is NotImplemented else moved
 
 
@@ -101,11 +101,8 @@ def qlinear_softmax(c: Call, x: Value, scale: Value, zero: Value, y_scale: Value
     axis = c.axis(x, c.attr("axis", -1))
     real = _real(c, x, scale, zero)
     # the operator names the opset whose Softmax it stands for
-    if c.attr("opset") < 13 and axis < x.ndim - 1:
-        flat = c("reshape", real, [*c.sizes(x)[:axis], -1])
-        y = c("reshape", c(F.softmax, flat, dim=axis), c.sizes(x))
-    else:
-        y = c(F.softmax, real, dim=axis)
+    flattens = c.attr("opset") < 13
+    y = over_trailing_axes(c, F.softmax, real, axis) if flattens else c(F.softmax, real, dim=axis)
     return _stored(c, y, y_scale, y_zero, x)
 
 
@@ -178,7 +175,7 @@ def qgemm(
     if bias is not None:
         # the bias is added to the product of the integers, and counts in units of both scales
         unit = c(torch.mul, c(torch.mul, a_scale, b_scale), c.attr("alpha", 1.0))
-        bias = c(torch.mul, c("to", value_before_storage(c, bias), real_a.dtype), unit)
+        bias = c(torch.mul, c("to", before_storage(bias), real_a.dtype), unit)
     y = gemm(c, real_a, real_b, bias)
     return y if y_scale is None else _stored(c, y, y_scale, y_zero, a)
 

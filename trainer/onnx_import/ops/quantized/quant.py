@@ -12,27 +12,30 @@ gradients reach x, except where it was clamped. Weights that the file stores as 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from onnx import TensorProto
 
 from onward.trainer.onnx_graph.files.element_types import PACKED, torch_dtype
 from onward.trainer.onnx_import.lowering.converter_table import Call, lower
-from onward.trainer.onnx_import.lowering.integer_storage import store_as
+from onward.trainer.onnx_import.lowering.integer_storage import before_storage, store_as
 from onward.trainer.onnx_import.ops.cast import (
     INT_BITS,
     is_float8,
     mark_packed,
     to_float4,
     to_float8,
-    value_before_storage,
 )
 from onward.trainer.onnx_import.ops.conv import conv
 from onward.trainer.onnx_import.scaled_values import (
     ScaleLayout,
     broadcast_scale,
     dequantize,
+    integer_bounds,
     quantized_values,
     round_and_clamp,
+    scale_axis,
     straight_through,
 )
 from onward.trainer.onnx_import.tracing.values import Traced, Value
@@ -71,8 +74,7 @@ def integer_range(target: int) -> tuple[int, int]:
     if target in INT_BITS:
         half = 2 ** (INT_BITS[target] - 1)
         return (-half, half - 1) if target in (TensorProto.INT4, TensorProto.INT2) else (0, 2 * half - 1)
-    dtype = torch_dtype(target)
-    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return integer_bounds(torch_dtype(target))
 
 
 def store_integers(c: Call, found: Value, target: int) -> Value:
@@ -82,8 +84,7 @@ def store_integers(c: Call, found: Value, target: int) -> Value:
 
 
 def _scale_layout(c: Call, x: Value) -> ScaleLayout:
-    axis = c.attr("axis", 1)
-    return (c.axis(x, axis) if -x.ndim <= axis < x.ndim else 0), c.attr("block_size", 0)
+    return scale_axis(c.attr("axis", 1), x.ndim), c.attr("block_size", 0)
 
 
 def float_quantized_values(
@@ -128,7 +129,7 @@ def dynamic_quantized_values(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def dequantize_linear(c: Call, x: Value, scale: Value, zero: Value = None) -> Value:
     target = c.attr("output_dtype", 0)
     # the value before it was stored as an integer, through which gradients pass
-    y = c(dequantize, value_before_storage(c, x), scale, zero, _scale_layout(c, x))
+    y = c(dequantize, before_storage(x), scale, zero, _scale_layout(c, x))
     return c("to", y, c.dtype(target)) if target and y.dtype != c.dtype(target) else y
 
 
@@ -169,8 +170,8 @@ def _product(c: Call, left: tuple[Value, Value], right: tuple[Value, Value]) -> 
     (a, a_zero), (b, b_zero) = left, right
     # each element of the product is a sum over the last axis of a
     dtype = exact_dtype(c.size(a, -1))
-    a = c(subtract_zero_point, value_before_storage(c, a), a_zero, dtype, -2)
-    return c(torch.matmul, a, c(subtract_zero_point, value_before_storage(c, b), b_zero, dtype, -1))
+    a = c(subtract_zero_point, before_storage(a), a_zero, dtype, -2)
+    return c(torch.matmul, a, c(subtract_zero_point, before_storage(b), b_zero, dtype, -1))
 
 
 @lower("ConvInteger", since=(10,))
@@ -182,14 +183,12 @@ def conv_integer(c: Call, x: Value, w: Value, x_zero: Value = None, w_zero: Valu
 def _convolved(c: Call, data: tuple[Value, Value], weight: tuple[Value, Value], bias: Value = None) -> Value:
     (x, x_zero), (w, w_zero) = data, weight
     # each output is a sum over the channels of a group and the taps of the kernel
-    num_terms = 1
-    for dim in range(1, w.ndim):
-        num_terms = num_terms * c.size(w, dim)
+    num_terms = math.prod(c.sizes(w)[1:])
     # a bias is int32, of which fp32 represents only those up to 2^24
     dtype = exact_dtype(num_terms) if bias is None else torch.float64
-    x = c(subtract_zero_point, value_before_storage(c, x), x_zero, dtype, 1)  # before padding: 0 is the zero point then
-    w = c(subtract_zero_point, value_before_storage(c, w), w_zero, dtype, 0)
-    return conv(c, x, w, None if bias is None else c("to", value_before_storage(c, bias), dtype))
+    x = c(subtract_zero_point, before_storage(x), x_zero, dtype, 1)  # before padding: 0 is the zero point then
+    w = c(subtract_zero_point, before_storage(w), w_zero, dtype, 0)
+    return conv(c, x, w, None if bias is None else c("to", before_storage(bias), dtype))
 
 
 @lower("QLinearMatMul", since=(10, 21))

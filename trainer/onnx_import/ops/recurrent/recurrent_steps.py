@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from onward.trainer.onnx_import.ops.elementwise import hard_sigmoid
+from onward.trainer.onnx_import.ops.gather import reverse_sequence
+
 Tensor = torch.Tensor
 Activation = tuple[str, float, float]
 """Name in lower case, alpha, beta."""
@@ -26,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "leakyrelu": lambda x, alpha, beta: F.leaky_relu(x, alpha),
     "thresholdedrelu": lambda x, alpha, beta: F.threshold(x, alpha, 0.0),
     "scaledtanh": lambda x, alpha, beta: alpha * torch.tanh(beta * x),
-    "hardsigmoid": lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1),
+    "hardsigmoid": hard_sigmoid,
     "elu": lambda x, alpha, beta: F.elu(x, alpha),
     "softsign": lambda x, alpha, beta: F.softsign(x),
     "softplus": lambda x, alpha, beta: F.softplus(x),
@@ -65,11 +68,7 @@ class Layer:
 
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Reverse each sequence of x [steps, batch, ...]; padding stays at the end."""
-    if lengths is None:
-        return x.flip(0)
-    step = torch.arange(x.shape[0], device=x.device)[:, None]
-    source = torch.where(step < lengths, lengths - 1 - step, step).to(torch.int64)
-    return x.gather(0, source.reshape(*source.shape, *[1] * (x.ndim - 2)).expand_as(x))
+    return x.flip(0) if lengths is None else reverse_sequence(x, lengths, batch_axis=1, time_axis=0)
 
 
 def run_step_by_step(

@@ -391,6 +391,13 @@ def select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:
     return {name: rows_at(rows, where) for name, rows in values.items()}
 
 
+def joined(parts: Sequence[Values]) -> Values:
+    """Return rows of one column, one part behind the other."""
+    if isinstance(parts[0], list):
+        return [row for part in parts for row in part]
+    return np.concatenate(parts)
+
+
 def rows_at(rows: Values, where: Array) -> Values:
     """Return the rows at positions, int64 [m], of which one may occur several times."""
     if isinstance(rows, list):

@@ -165,9 +165,8 @@ def _collected(run: RunDir, checkpoint: VerifiedCheckpoint, kept: ExitStack) -> 
     return sources, settings.model_dump_json(indent=2).encode()
 
 
-def _with_paths(config: RunConfig, path: Callable[[str, Any], Any]) -> RunConfig:
+def _with_paths(settings: Any, path: Callable[[str, Any], Any]) -> RunConfig:
     """Return settings with other paths, and without a server of MLflow. path: (setting, its value) -> the other one."""
-    settings: Any = config
     for key in PATHS:
         settings = replaced(settings, key.split("."), partial(path, key))
     nowhere = settings.monitor.model_copy(update={"tracking_uri": ""})

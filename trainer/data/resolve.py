@@ -94,7 +94,7 @@ def resolved_for(run: RunDir, config: RunConfig, splits: Sequence[Split]) -> dic
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
     settings = record_if_written(run.resolved, ResolvedSettings)
     # absent or stale: the same numbers are computed here, for the asked splits
-    if settings is None or settings.made_from != _digest(config, manifest):
+    if settings is None or settings.made_from != _digest(config.model_dump_json(), manifest):
         settings = _resolved(run, config, manifest, splits)
     return {
         split: config.model_copy(update={"loss": settings.loss, "metrics": settings.metrics[split]}) for split in splits
@@ -112,8 +112,8 @@ def _resolved(run: RunDir, config: RunConfig, manifest: ShardManifest, splits: I
         metrics[split] = completed.metrics
     kept = config.model_copy(update={"loss": completed.loss, "metrics": completed.metrics})
     assert completed == kept, "ResolvedSettings lacks a setting that `resolve` completes"
-    return ResolvedSettings(made_from=_digest(config, manifest), loss=completed.loss, metrics=metrics)
+    return ResolvedSettings(made_from=_digest(config.model_dump_json(), manifest), loss=completed.loss, metrics=metrics)
 
 
-def _digest(config: RunConfig, manifest: ShardManifest) -> str:
-    return hashlib.sha256(f"{manifest.key} {config.model_dump_json()}".encode()).hexdigest()
+def _digest(settings: str, manifest: ShardManifest) -> str:
+    return hashlib.sha256(f"{manifest.key} {settings}".encode()).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from onward.trainer.config.loss_rules import LossRule
 from onward.trainer.config.losses import LossConfig, filled
 from onward.trainer.config.metric_names import METRICS
 from onward.trainer.config.sections.data import DataConfig
@@ -13,6 +14,11 @@ from onward.trainer.config.sections.results import CheckpointConfig, ExportConfi
 from onward.trainer.config.sections.teacher import TeacherConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.config.urls import redacted, url_of
+
+
+def _needs_whole_batches(rule: LossRule) -> bool:
+    """Return whether a loss has no value for a single row."""
+    return rule.by_graph or rule.compares_samples
 
 
 def export(model: ModelConfig, export: ExportConfig) -> Iterable[str]:
@@ -69,8 +75,7 @@ def promotion(
             f"export.promote_if.confidence {given.confidence:g} resamples rows, but {metric} is no sum over targets; "
             "set export.promote_if.metric to the loss or accuracy, or confidence = 0"
         )
-    # these have no value for a single row
-    of_batches = [each for each in losses if each.rule.by_graph or each.rule.compares_samples]
+    of_batches = [loss for loss in losses if _needs_whole_batches(loss.rule)]
     if given.confidence and of_batches:
         name = "" if of_batches[0].rule.by_graph else f"{of_batches[0].name} "
         yield (

@@ -22,16 +22,15 @@ from onward.infra.mlflow.mlflow_store import TrackingError
 from onward.infra.mlflow.registry import Registry
 from onward.trainer.checkpoint.retention import list_checkpoints
 from onward.trainer.errors import OnwardError
-from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.directory import PathInside, RunDir, onward_home
 from onward.trainer.run.recorded.sweep_records import SweepDir, SweepResult, membership
 from onward.trainer.run.records import ExportedModel, RunIdentity, read_record, record_if_written
 
 DAY_S = 86400.0
 OTHER_FILES = {"preflight", "job.json"}
-"""Files of a run directory that are no properties of RunDir."""
-PROPERTIES = [name for name, attribute in vars(RunDir).items() if isinstance(attribute, property)]
-VALUES = [getattr(RunDir(Path("run")), name) for name in PROPERTIES]
-FILES = {value.name for value in VALUES if isinstance(value, Path)} | {*OTHER_FILES, "flow.log"}
+"""Files of a run directory that are no attributes of RunDir."""
+VALUES = [getattr(RunDir(Path("run")), name) for name, value in vars(RunDir).items() if isinstance(value, PathInside)]
+FILES = {value.name for value in VALUES} | {*OTHER_FILES, "flow.log"}
 """Names of what Onward writes into a run directory."""
 
 

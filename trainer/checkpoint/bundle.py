@@ -21,7 +21,7 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -161,11 +161,17 @@ def _collected(run: RunDir, checkpoint: VerifiedCheckpoint, kept: ExitStack) -> 
     sources |= _below(place, checkpoint.path, checkpoint.path.iterdir())
     if missing := [str(path) for path in sources.values() if not path.is_file()]:
         raise ConfigError(f"{path} is gone, and the bundle would lack it: put it back" for path in missing)
-    settings: Any = config
+    settings = _with_paths(config, partial(_inside, code))
+    return sources, settings.model_dump_json(indent=2).encode()
+
+
+def _with_paths(settings: Any, path: Callable[[str, Any], Any]) -> RunConfig:
+    """Return settings with other paths, and without a server of MLflow. path: (setting, its value) -> the other one."""
     for key in PATHS:
-        settings = replaced(settings, key.split("."), partial(_inside, key, code))
+        settings = replaced(settings, key.split("."), partial(path, key))
     nowhere = settings.monitor.model_copy(update={"tracking_uri": ""})
-    return sources, settings.model_copy(update={"monitor": nowhere}).model_dump_json(indent=2).encode()
+    found: RunConfig = settings.model_copy(update={"monitor": nowhere})
+    return found
 
 
 def _below(name: str, folder: Path, files: Iterable[Path]) -> dict[str, Path]:
@@ -178,7 +184,7 @@ def _is_bundled_data(key: str, text: str) -> bool:
     return key.startswith("data.") and text in BUNDLED_SOURCES
 
 
-def _inside(key: str, code: Mapping[str, str], value: Any) -> Any:
+def _inside(code: Mapping[str, str], key: str, value: Any) -> Any:
     """Return the path of a setting inside of the bundle. code: that of losses and converters."""
     text = str(value)
     if not text or _is_bundled_data(key, text):
@@ -269,7 +275,7 @@ def unpack(path: Path, folder: Path, *, run_code: bool = False) -> tuple[RunDir,
     permitted = {str(folder / name): listing.files[name].sha256 for name in code if name in listing.files}
     write_record(run.code, AllowedCode(files=permitted))
     shards = read_record(run.shards / "manifest.json", ShardManifest)
-    shard_names = [shard.name for shard in (*shards.train, *shards.evaluation, *shards.test)]
+    shard_names = [shard.name for shard in shards.all_files]
     # shards are opened by these names: one with a folder in it could lead out of the bundle
     plain = {name for name in shard_names if Path(name).name == name} - {".."}
     if outside := [name for name in shard_names if name not in plain]:
@@ -342,9 +348,4 @@ def _absolute_settings(run: RunDir, folder: Path, bundle: Path) -> RunConfig:
             raise CheckpointError(f"{bundle} is refused: its settings name '{shown(text)}', which is not in it")
         return type(value)(str(folder / text))
 
-    settings: Any = read_config(run, "given")
-    for key in PATHS:
-        settings = replaced(settings, key.split("."), partial(opened, key))
-    nowhere = settings.monitor.model_copy(update={"tracking_uri": ""})
-    found: RunConfig = settings.model_copy(update={"monitor": nowhere})
-    return found
+    return _with_paths(read_config(run, "given"), opened)

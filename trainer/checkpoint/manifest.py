@@ -123,7 +123,12 @@ def piece_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
     full = box == tuple((0, length) for length in shape)
     if full and not _BOXED.fullmatch(name):  # a tensor's own name may end like the key of a piece
         return name
-    return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
+    return f"{name}{shown_box(box)}"
+
+
+def shown_box(box: Box) -> str:
+    """Return a box as text: "[0:4,2:8]"."""
+    return f"[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def split_key(key: str) -> tuple[str, Box | None]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from onward.trainer.checkpoint.manifest import CHUNK_BYTES, Beat
 from onward.trainer.checkpoint.write_plan import DTYPES, Piece, TensorPart
+from onward.trainer.run.durable_files import sync
 
 SYNC_BYTES = 64 << 20
 """What a rank writes between two fsyncs and exchanges with the other ranks. One fsync of everything at the end could
@@ -40,7 +40,7 @@ class RankFile:
         header: dict[str, Any] = {}
         for piece in self.pieces:
             start = self.num_bytes
-            self.num_bytes = self.num_bytes + piece.num_bytes
+            self.num_bytes += piece.num_bytes
             offsets = (start, self.num_bytes)
             header[piece.key] = {"dtype": piece.entry.dtype, "shape": piece.entry.shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -57,7 +57,7 @@ class RankFile:
         end = 0
         for piece in self.pieces:
             start = end
-            end = end + piece.num_bytes
+            end += piece.num_bytes
             place = target[start:end].view(DTYPES[piece.entry.dtype]).view(piece.entry.shape)
             place.copy_(piece.content(parts), non_blocking=True)
 
@@ -74,14 +74,11 @@ class RankFile:
                 hashed.result()
                 unsynced += len(chunk)
                 beat()
-                # flush only hands the bytes to the kernel; after fsync they are on the disk
                 if unsynced >= SYNC_BYTES:
-                    file.flush()
-                    os.fsync(file.fileno())
+                    sync(file)
                     unsynced = 0
                     yield ""
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
             result = f"{file.tell()} {digest.hexdigest()}"
         yield result
 

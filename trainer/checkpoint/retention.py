@@ -108,12 +108,13 @@ def set_aside(path: Path) -> Path:
     return _renamed(path, f"{path.name}.damaged")
 
 
-def discard(run: RunDir) -> list[Path]:
+def discard(run: RunDir) -> None:
     """Rename every checkpoint of a run that has damaged ones only, which then begins again at step 0."""
     # those that were set aside before are discarded together with these
     for path in list_checkpoints(run):
         set_aside(path)
-    return [_renamed(path, f"{path.name.removesuffix('.damaged')}.discarded") for path in list_damaged(run)]
+    for path in list_damaged(run):
+        _renamed(path, f"{path.name.removesuffix('.damaged')}.discarded")
 
 
 def _renamed(path: Path, name: str) -> Path:

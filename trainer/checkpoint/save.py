@@ -35,7 +35,7 @@ from onward.trainer.distributed.exchange import gather, in_rounds
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import CheckpointError, Fenced, OnwardError, StorageUnavailable
 from onward.trainer.run.directory import RunDir
-from onward.trainer.run.durable_files import fsync
+from onward.trainer.run.durable_files import fsync, sync
 from onward.trainer.run.outcomes.storage import storage_error
 from onward.trainer.run.records import RunIdentity, read_record
 
@@ -210,8 +210,7 @@ class _Saving:
                     dist.recv(part, rank, group=self.group)
                     target.write(part.numpy().data)
                     self.beat()
-                target.flush()
-                os.fsync(target.fileno())
+                sync(target)
         elif self.mpi.rank == rank:
             with path.open("rb") as source:
                 for part in _parts(size):

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onward.trainer.checkpoint.manifest import TensorEntry, find_untiled, piece_key
+from onward.trainer.checkpoint.manifest import TensorEntry, find_untiled, piece_key, shown_box
 from onward.trainer.distributed.exchange import gather_bytes
 from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.distributed.weights import NUM_NAMED, Box, Placement, overlap, slices
@@ -159,9 +159,9 @@ def _tiling(held: tuple[tuple[int, str], ...]) -> _Tiling:
     if not problem and (untiled := find_untiled(tuple(ranks), full.shape)):
         box, _ = untiled
         # pieces that overlap without being equal, or none at all
-        holders = [f"{_slice(each)} on {shown(on)}" for each, on in ranks.items() if overlap(each, box) is not None]
+        holders = [f"{shown_box(each)} on {shown(on)}" for each, on in ranks.items() if overlap(each, box) is not None]
         found = f"in different pieces, {' and '.join(holders)}" if holders else "on no rank"
-        problem = f"{_slice(box)} is {found}"
+        problem = f"{shown_box(box)} is {found}"
     entries = {box: TensorEntry(dtype=dtype, shape=tuple(stop - start for start, stop in box)) for box in ranks}
     return _Tiling(full, {box: (entries[box], tuple(on)) for box, on in ranks.items()}, problem)
 
@@ -176,10 +176,6 @@ def assign_writers(pieces: Iterable[Piece], num_ranks: int) -> list[list[Piece]]
         by_rank[writer].append(piece)
         totals[writer] += piece.num_bytes
     return by_rank
-
-
-def _slice(box: Box) -> str:
-    return f"[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def shown(ranks: Sequence[int]) -> str:

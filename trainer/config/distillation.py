@@ -149,9 +149,8 @@ def teacher_problems(teacher: TeacherConfig, model: ModelConfig, losses: Sequenc
         if alone:
             yield 'model.loss "teacher" learns from a teacher alone, but teacher.path is empty; set it'
         # a setting that was written down as its default does no harm
-        for name in sorted(teacher.model_fields_set - {"path"}):
-            if getattr(teacher, name) != TeacherConfig.model_fields[name].default:
-                yield f"teacher.{name} has no effect without teacher.path; name the teacher's file"
+        for name in teacher.changed("path"):
+            yield f"teacher.{name} has no effect without teacher.path; name the teacher's file"
         return
     if not isinstance(teacher.output, str):
         for output in teacher.outputs:

@@ -24,7 +24,7 @@ from typing import Any
 from onward.trainer.bounds import CONFIG_BYTES, CONFIG_DEPTH, NAME_LETTERS, read_bounded
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.section import Section, plain_word
-from onward.trainer.config.setting_paths import anchor
+from onward.trainer.config.setting_paths import anchor, expanded
 from onward.trainer.errors import ConfigError
 
 Source = RunConfig | Mapping[str, Any] | Path | Sequence[Mapping[str, Any] | Path]
@@ -87,11 +87,16 @@ def read_layers(source: Source, profile: str = "") -> Layered:
     for layer, settings in chosen:
         found.merge(settings, layer.where, table=f"{PROFILES}.{profile}")
     first = sources[0] if sources else {}
-    # a run is named after its first file, in letters that a directory may have
+    # a run is named after its first file
     if isinstance(first, Path) and "name" not in found.settings:
-        found.settings["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", first.stem)[: NAME_LETTERS.most]
+        found.settings["name"] = name_of_file(first)
         found.origins["name"] = "name of the file"
     return found
+
+
+def name_of_file(path: Path) -> str:
+    """Return the name of a configuration in a file that says none, in letters that a directory may have."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", path.stem)[: NAME_LETTERS.most]
 
 
 def _unknown_profile(profile: str, layers: Iterable[_Layer]) -> str:
@@ -125,9 +130,8 @@ def _layers_of(source: RunConfig | Mapping[str, Any] | Path, within: tuple[Path,
         within = (*within, identity)
     # bases come before the file, which lies over them
     for base in _bases(raw.pop(BASE, ()), where):
-        named = Path(base).expanduser() if base.startswith("~") else Path(base)
         beside = source.parent if isinstance(source, Path) else Path()
-        yield from _layers_of(Path(os.path.normpath(beside / named)), within)
+        yield from _layers_of(Path(os.path.normpath(beside / expanded(base))), within)
     profiles = raw.pop(PROFILES, {})
     if not isinstance(profiles, dict) or not all(isinstance(each, dict) for each in profiles.values()):
         raise ConfigError(f"{where}: [{PROFILES}] has a table for each profile, such as [{PROFILES}.fast.train]")

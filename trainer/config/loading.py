@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from onward.trainer.bounds import CONFIG_BYTES, CONFIG_DEPTH, CONFIG_ENTRIES
 from onward.trainer.config.layers import Layered, Source, depth_of, is_auto, parsed, plain, read_layers
 from onward.trainer.config.losses import LossConfig
-from onward.trainer.config.open_questions import OPEN, open_questions
+from onward.trainer.config.open_questions import open_questions
 from onward.trainer.config.rules import Sections, check_cross_section_rules
 from onward.trainer.config.run_config import SECTIONS, RunConfig, name_of_model
 from onward.trainer.config.section import Section
 from onward.trainer.config.sections.metrics import MetricConfig
-from onward.trainer.config.setting_paths import anchor, expanded
+from onward.trainer.config.setting_paths import anchor
 from onward.trainer.config.unknown_settings import explained, unknown_sections
 from onward.trainer.errors import ConfigError, shown
 
@@ -174,8 +174,11 @@ def _override(raw: dict[str, Any], key: str, value: Any) -> Any:
     parts = key.split(".")
     if parts[0] == "loss" and isinstance(raw.get("loss"), list) and len(parts) > 1:  # [[loss]]
         parts = _of_one_table(raw[parts[0]], parts)
-    if parts[0] == "loss" and parts[-1] == "file" and value != OPEN:
-        value = str(expanded(str(value)).absolute())
+    if parts[0] == "loss" and parts[-1] == "file":
+        # below the number of its table it would not be found
+        of_loss = {"loss": {"file": value}}
+        anchor(of_loss, Path.cwd())
+        value = of_loss["loss"]["file"]
     # the value inside of its tables, as a file has it: paths are found by their keys
     patch: dict[str, Any] = {parts[-1]: value}
     for part in reversed(parts[:-1]):

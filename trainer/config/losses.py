@@ -19,7 +19,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from onward.trainer.config.loss_rules import LOSS_RULES, LossName, LossRule
 from onward.trainer.config.named_files import NamedFile, named_file
-from onward.trainer.config.section import Length, NonNegativeInt, Section
+from onward.trainer.config.section import Length, NonNegativeInt, Section, as_tuple
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 
@@ -155,14 +155,12 @@ class LossConfig(Section):
     @property
     def outputs(self) -> tuple[str, ...]:
         """The outputs that it reads; "" = the first of the graph."""
-        return (self.output,) if isinstance(self.output, str) else self.output
+        return as_tuple(self.output)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The label's columns; empty when there are no labels."""
-        if not self.takes_labels:
-            return ()
-        return (self.label,) if isinstance(self.label, str) else self.label
+        return as_tuple(self.label) if self.takes_labels else ()
 
     @property
     def takes_labels(self) -> bool:

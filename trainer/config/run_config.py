@@ -13,7 +13,7 @@ from onward.trainer.config.losses import LossConfig, filled, with_outputs
 from onward.trainer.config.metric_names import is_greatest
 from onward.trainer.config.removed_settings import as_of_now
 from onward.trainer.config.rules import check_cross_section_rules
-from onward.trainer.config.section import Section
+from onward.trainer.config.section import Section, table_type
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.metrics import AVERAGE_METRICS, WEIGHTS_METRICS, MetricConfig, StopConfig
 from onward.trainer.config.sections.model import GraphConfig, LoraConfig, ModelConfig
@@ -173,14 +173,7 @@ def name_of_model(path: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:100] or "onward"
 
 
-def _sections() -> Mapping[str, type[Section]]:
-    sections: dict[str, type[Section]] = {}
-    for name, field in RunConfig.model_fields.items():
-        # [[loss]] is a list of tables, whose annotation is no class
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            sections[name] = field.annotation
-    return sections
-
-
-SECTIONS = _sections()
+SECTIONS: Mapping[str, type[Section]] = {
+    name: section for name, field in RunConfig.model_fields.items() if (section := table_type(field.annotation))
+}
 """Section name -> its type, in the order of the settings reference: the one list of sections."""

@@ -67,6 +67,17 @@ class Section(BaseModel):
             return as_chosen(value, choices_of(cls.model_fields[info.field_name or ""].annotation))  # type: ignore[arg-type]
         return value
 
+    def changed(self, *others: str) -> list[str]:
+        """Return the settings, sorted and without these others, that were given other values than their defaults."""
+        fields = type(self).model_fields
+        given = sorted(self.model_fields_set.difference(others))
+        return [name for name in given if getattr(self, name) != fields[name].default]
+
+
+def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of a setting that is one name or several."""
+    return (names,) if isinstance(names, str) else names
+
 
 def plain_word(word: str) -> str:
     """Return a name without the differences that do not matter: case, hyphens, spaces around it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,11 @@ def expanded(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def toml_key(name: str) -> str:
+    """Return a name as a key of TOML."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def values_at(settings: Any, keys: Sequence[str]) -> list[Any]:

@@ -87,10 +87,11 @@ def credentials_hint(url: str) -> str:
 def check_url(location: str) -> str:
     """Return a location as it is kept. Raises ValueError for a URL that cannot be read or holds credentials."""
     url = url_of(location)
-    if not url or is_registered(url):
-        if not url:
-            _check_length(location)
-        return url or location
+    if not url:
+        _check_length(location)
+        return location
+    if is_registered(url):
+        return url
     try:
         parts = urlsplit(url)
         _ = parts.port

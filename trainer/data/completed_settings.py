@@ -9,13 +9,14 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig, key_of
 from onward.trainer.config.run_config import RunConfig
+from onward.trainer.config.section import as_tuple
 from onward.trainer.config.sections.audio import AudioConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.signature import read_training_signature
 from onward.trainer.data.scores_read import with_scores
-from onward.trainer.data.tables.column_patterns import as_tuple, expanded, is_pattern, matching
+from onward.trainer.data.tables.column_patterns import expanded, is_pattern, matching
 from onward.trainer.data.tables.table_columns import INDICATOR
 from onward.trainer.errors import ConfigError
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session

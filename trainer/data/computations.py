@@ -12,7 +12,7 @@ from onward.trainer.data.empty_targets import open_empty_targets
 from onward.trainer.data.images.box_columns import BoxColumn
 from onward.trainer.data.images.image_computer import ImageComputer
 from onward.trainer.data.images.image_inputs import box_column, image_inputs, masks
-from onward.trainer.data.images.image_sources import class_names_beside
+from onward.trainer.data.images.image_sources import annotations_beside
 from onward.trainer.data.input_columns import InputColumns
 from onward.trainer.data.preprocessing import open_preprocessor
 from onward.trainer.data.reading import sources
@@ -44,7 +44,7 @@ def _open_boxes(data: DataConfig, losses: Sequence[LossConfig], signature: Signa
         return []
     names: Sequence[str] | None = None if isinstance(data.classes, str) else data.classes
     if names is None and data.image.box_place:
-        names = class_names_beside(sources.locate(data.source, data).files, data.image.box_place) or None
+        names = annotations_beside(sources.locate(data.source, data).files, data.image.box_place).names or None
     return [BoxColumn(column, image_inputs(data, signature)[0].column, names)]
 
 

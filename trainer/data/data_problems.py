@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -16,6 +14,7 @@ from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.config.setting_paths import toml_key
 from onward.trainer.data import misfits
 from onward.trainer.data.feed_problems import NUMERIC, image_problems, shown_sample, text_problems, type_problems
 from onward.trainer.data.images.image_decoding import MASK_TYPE
@@ -26,7 +25,8 @@ from onward.trainer.data.schema.class_axis import find_class_axis
 from onward.trainer.data.schema.columns import TEXT, Column, Schema
 from onward.trainer.data.schema.detection_grids import size_problems
 from onward.trainer.data.schema.fitted import Fitted
-from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_training_signature
+from onward.trainer.data.schema.label_axes import Dims
+from onward.trainer.data.schema.signature import Signature, TensorInfo, read_training_signature
 from onward.trainer.data.tables.class_names import class_problems
 from onward.trainer.data.text.graph_limits import embedding_rows
 from onward.trainer.errors import ConfigError
@@ -194,7 +194,7 @@ def _without_rows(signature: Signature) -> Iterator[str]:
             axis = next((at for at, length in enumerate(dims) if length is None), None)
             which = ""
             if axis:
-                which = f"; or say which axis has the rows: model.batch_axes = {{{_key(info.name)} = {axis}}}"
+                which = f"; or say which axis has the rows: model.batch_axes = {{{toml_key(info.name)} = {axis}}}"
             yield (
                 f"input {info.name} is {shape}, no axis of which is known to have the rows of the batch: "
                 f"{_bind(info.name, info.shape, 'for all rows')}{which}"
@@ -204,12 +204,7 @@ def _without_rows(signature: Signature) -> Iterator[str]:
 def _bind(name: str, shape: Dims | None, of: str) -> str:
     """Return how to give an input a value. shape: that of the value `of` which rows."""
     lists = f", or a list of shape {shown_sample(shape)} {of}" if shape else ""
-    return f"give it a value: model.bind = {{{_key(name)} = 0}} (a number{lists})"
-
-
-def _key(name: str) -> str:
-    """Return a name as a key of TOML."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+    return f"give it a value: model.bind = {{{toml_key(name)} = 0}} (a number{lists})"
 
 
 def _doubly_read(columns: InputColumns, signature: Signature) -> Iterator[str]:

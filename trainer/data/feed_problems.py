@@ -13,9 +13,8 @@ from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.reading import sources
 from onward.trainer.data.schema.class_axis import find_class_axis, same_lengths
 from onward.trainer.data.schema.columns import BYTES, TEXT, Column
-from onward.trainer.data.schema.label_axes import fits, num_elements
+from onward.trainer.data.schema.label_axes import Dims, fits, num_elements, without_axis
 from onward.trainer.data.schema.label_axes import remedy as remedy_of_axes
-from onward.trainer.data.schema.signature import Dims
 from onward.trainer.errors import ConfigError
 from onward.trainer.quantities import shown_shape
 
@@ -134,8 +133,7 @@ def _last_axis_problem(feed: Feed, column: Column) -> str:
     sample = feed.scores[1:]
     sizes = set()
     for axis in range(len(sample)):
-        others = (*sample[:axis], *sample[axis + 1 :])
-        sizes.add(num_elements(others))
+        sizes.add(num_elements(without_axis(sample, axis)))
     if math.prod(column.shape) in sizes or feed.class_axis is not None:
         return ""
     takes = f"{feed.target} must be {shown_sample(sample[:-1])} a sample to fit the output"

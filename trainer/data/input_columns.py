@@ -22,12 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from onward.trainer.config.losses import LossConfig, filled, key_of
+from onward.trainer.config.section import as_tuple
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.images.image_inputs import ImageInput, image_inputs, masks
 from onward.trainer.data.schema.columns import BYTES, TEXT, ColumnType
-from onward.trainer.data.schema.label_axes import label_shape
-from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo
+from onward.trainer.data.schema.label_axes import Dims, label_shape
+from onward.trainer.data.schema.signature import Signature, TensorInfo
 from onward.trainer.data.text.text_columns import text_columns
 
 
@@ -180,6 +181,6 @@ def _columns_of(info: TensorInfo, data: DataConfig, images: Mapping[str, ImageIn
 
 def _feed(info: TensorInfo, columns: str | tuple[str, ...], images: Mapping[str, ImageInput]) -> Feed:
     stacked = not isinstance(columns, str)
-    names = (columns,) if isinstance(columns, str) else columns
     image = images.get(info.name)
+    names = as_tuple(columns)
     return Feed(f"input {info.name}", names, stacked, info.dtype, info.sample_shape, info.sequence, image=image)

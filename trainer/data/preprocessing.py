@@ -29,7 +29,7 @@ from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.column_computers import rows_between
 from onward.trainer.data.schema.columns import Array, Column, Values, rows_at
-from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_preprocessing
+from onward.trainer.data.schema.signature import Signature, TensorInfo, read_preprocessing
 from onward.trainer.errors import DataError, UnsupportedModel
 from onward.trainer.onnx_graph.surgery.preprocessing_nodes import describe
 
@@ -142,7 +142,8 @@ class Preprocessor:
         # numpy has no bfloat16
         dtype = {"bfloat16": "float32"}.get(info.dtype, info.dtype)
         # lists of different lengths, or of one length that the graph leaves open: later rows may be longer
-        if len(shapes[0]) == 1 and (len(shapes) > 1 or _is_dynamic(info.shape)):
+        varies = len(shapes) > 1 or info.shape is None or None in info.shape[1:]
+        if len(shapes[0]) == 1 and varies:
             self._learn_padding(info.name, together, alone)
             return Column(name=info.name, dtype=dtype, shape=shapes[-1], variable=True)
         if len(shapes) > 1 or together.shape[1:] != shapes[0]:
@@ -165,7 +166,8 @@ class Preprocessor:
                 f"the pre-processing's result {name!r} is ragged: rows of different length are not filled with one "
                 f"value, but with {', '.join(map(str, sorted(found)[:3]))}; pad it inside the model to one size"
             )
-        self.pad_values.update(dict.fromkeys([name] if found else [], *found))
+        if found:
+            self.pad_values[name] = found.pop()
 
     # -- all rows
 
@@ -240,10 +242,6 @@ class Preprocessor:
         except Exception as error:  # onnxruntime's errors have no common base class
             raise DataError(f"the pre-processing fails: {error}") from error
         return [np.asarray(result) for result in found]
-
-
-def _is_dynamic(shape: Dims | None) -> bool:
-    return shape is None or None in shape[1:]
 
 
 def _check_equal(name: str, together: Array, alone: Array) -> None:

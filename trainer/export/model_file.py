@@ -35,6 +35,11 @@ class ModelFile:
         return model
 
 
+def proto_of(model: ModelFile | onnx.ModelProto) -> onnx.ModelProto:
+    """Return the graph of a file, or of a model that is in no file."""
+    return model.proto if isinstance(model, ModelFile) else model
+
+
 def in_half_precision(model: onnx.ModelProto) -> bool:
     """Return whether any stored tensor, input or output is fp16 or bf16."""
     if any(tensor.data_type in HALF_TYPES for tensor in all_tensors(model)):

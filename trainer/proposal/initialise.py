@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from onward.trainer.config.layers import name_of_file
 from onward.trainer.config.loading import Override, load_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.urls import url_of
@@ -115,10 +115,8 @@ def _write(draft: Draft, target: Path, text: str, copies: LocalCopies) -> RunCon
             _check_with_choices(draft, copies)
         else:
             # a run without a name has that of the file, which is another one while it is written
-            name = re.sub(r"[^A-Za-z0-9._-]", "-", target.stem)
-            config = load_config(
-                partial, [("name", name)], check=lambda sections: check_files_and_data(sections, copies)
-            )
+            named = [("name", name_of_file(target))]
+            config = load_config(partial, named, check=lambda sections: check_files_and_data(sections, copies))
             config = with_copies(config, copies)
     return config
 

@@ -21,7 +21,8 @@ from onward.trainer.config.loss_rules import LossName
 from onward.trainer.data.label_units import are_far
 from onward.trainer.data.schema.class_axis import find_class_axis, same_lengths
 from onward.trainer.data.schema.columns import TEXT, Array, Column
-from onward.trainer.data.schema.signature import Dims, TensorInfo
+from onward.trainer.data.schema.label_axes import Dims
+from onward.trainer.data.schema.signature import TensorInfo
 from onward.trainer.errors import ConfigError
 from onward.trainer.proposal.source_summary import Facts
 

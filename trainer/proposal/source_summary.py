@@ -18,7 +18,7 @@ from onward.trainer.data.images.image_decoding import IMAGE_SUFFIXES, check_size
 from onward.trainer.data.reading import sources
 from onward.trainer.data.reading.inferred_schema import infer_schema
 from onward.trainer.data.schema.allowed_files import allowed_files, content_of
-from onward.trainer.data.schema.columns import BYTES, TEXT, Array, Column, Schema, Values, fit
+from onward.trainer.data.schema.columns import BYTES, TEXT, Array, Column, Schema, Values, fit, joined
 from onward.trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -173,8 +173,8 @@ def read_facts(data: DataConfig) -> Facts:
     if not num_rows:
         raise DataError(f"{data.source} holds no row to train on")
     first = source.files[0][1] if source.files else Path()
-    joined = {name: _joined(arrays) for name, arrays in parts.items()}
-    return Facts(data, source.format, schema, joined, missing, num_rows, num_training, is_all, first.parent)
+    values_of = {name: joined(arrays) for name, arrays in parts.items()}
+    return Facts(data, source.format, schema, values_of, missing, num_rows, num_training, is_all, first.parent)
 
 
 def _has_small_cells(column: Column) -> bool:
@@ -182,10 +182,3 @@ def _has_small_cells(column: Column) -> bool:
     if column.dtype == TEXT:
         return True
     return column.holds_numbers and math.prod(column.shape) <= MOST_VALUES
-
-
-def _joined(parts: list[Values]) -> Values:
-    """Return the values of all blocks, [rows, ...]; a list of rows where each has a length of its own."""
-    if isinstance(parts[0], list):
-        return [row for part in parts for row in part]
-    return np.concatenate(parts)

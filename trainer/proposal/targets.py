@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import onnx
 
 from onward.trainer.config.loss_rules import LOSS_RULES, LossName
+from onward.trainer.config.section import as_tuple
 from onward.trainer.data.reading.series_windows import AHEAD
 from onward.trainer.data.schema.signature import FLOAT_NAMES, Signature, TensorInfo
 from onward.trainer.errors import ConfigError
@@ -127,7 +128,7 @@ def _chosen(possible: dict[str, list[Reading]], *, given: bool) -> dict[str, lis
     # a decided output takes its columns from the others, which may decide one of these; until nothing changes
     while not given and len(left) > 1:
         # columns of outputs that are decided by now
-        taken = {_names(ways[0]): name for name, ways in left.items() if len(ways) == 1}
+        taken = {as_tuple(ways[0].label): name for name, ways in left.items() if len(ways) == 1}
         fewer = {name: _not_taken(name, ways, taken) for name, ways in left.items()}
         if fewer == left:
             break
@@ -139,7 +140,7 @@ def _not_taken(output: str, ways: list[Reading], taken: Mapping[tuple[str, ...],
     """Return the readings of columns that no other output has taken; all if none would be left."""
     if len(ways) < 2:
         return ways
-    free = [reading for reading in ways if taken.get(_names(reading), output) == output]
+    free = [reading for reading in ways if taken.get(as_tuple(reading.label), output) == output]
     return free or ways
 
 
@@ -157,15 +158,11 @@ def _preferred(output: str, ways: list[Reading], *, several: bool) -> list[Readi
 
 def _begins_like(reading: Reading, output: str) -> bool:
     stem = bare_name(output)
-    return all(bare_name(name).startswith(stem) for name in _names(reading))
+    return all(bare_name(name).startswith(stem) for name in as_tuple(reading.label))
 
 
 def _has_usual_name(reading: Reading) -> bool:
     return isinstance(reading.label, str) and reading.label.lower() in LABELS
-
-
-def _names(reading: Reading) -> tuple[str, ...]:
-    return (reading.label,) if isinstance(reading.label, str) else reading.label
 
 
 def _propose_one(

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from onward.trainer.config.open_questions import OPEN
-from onward.trainer.config.setting_paths import BUNDLED_SOURCES
+from onward.trainer.config.setting_paths import BUNDLED_SOURCES, toml_key
 from onward.trainer.config.urls import url_of
 from onward.trainer.proposal.draft import GIVEN, INPUTS, Draft, Entry, parts_of
 
@@ -74,9 +74,9 @@ def _section(table: str) -> str:
 def _lines(name: str, entry: Entry) -> Iterator[str]:
     if entry.is_open:
         yield from _comment(f"{entry.reason}{shown_choices(entry)}")
-        yield f'{_key(name)} = "{OPEN}"'
+        yield f'{toml_key(name)} = "{OPEN}"'
         return
-    yield from _with_reason(f"{_key(name)} = {as_toml(entry.value)}", entry.reason)
+    yield from _with_reason(f"{toml_key(name)} = {as_toml(entry.value)}", entry.reason)
 
 
 def _input_lines(inputs: Mapping[str, Entry]) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _input_lines(inputs: Mapping[str, Entry]) -> Iterator[str]:
     for entry in inputs.values():
         if entry.is_open:
             yield from _comment(f"{entry.reason}{shown_choices(entry)}")
-    pairs = ", ".join(f"{_key(name)} = {as_toml(entry.value)}" for name, entry in inputs.items())
+    pairs = ", ".join(f"{toml_key(name)} = {as_toml(entry.value)}" for name, entry in inputs.items())
     reasons = dict.fromkeys(entry.reason for entry in inputs.values() if not entry.is_open)
     yield from _with_reason(f"inputs = {{ {pairs} }}", "; ".join(reasons))
 
@@ -136,15 +136,10 @@ def _relative(key: str, value: Any, target: Path, urls: Mapping[str, str]) -> An
     return path if near.startswith("../..") else near
 
 
-def _key(name: str) -> str:
-    plain = name.replace("_", "").replace("-", "")
-    return name if plain.isascii() and plain.isalnum() else json.dumps(name, ensure_ascii=False)
-
-
 def as_toml(value: Any) -> str:
     """Return a value as TOML."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(str(key))} = {as_toml(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{toml_key(str(key))} = {as_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(as_toml, value)) + "]"
     if isinstance(value, float):

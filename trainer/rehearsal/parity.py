@@ -19,7 +19,7 @@ from onward.trainer.errors import ExportRefused
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.fixed_noise import noise_inside_bodies
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
-from onward.trainer.export.model_file import ModelFile, trained_part
+from onward.trainer.export.model_file import ModelFile, proto_of, trained_part
 from onward.trainer.export.preprocessing.given_form import GivenFile, difference_of_forms, warning_of_forms
 from onward.trainer.model.trainable import TrainableModel
 from onward.trainer.onnx_graph.files.index import locations
@@ -61,8 +61,7 @@ def compare_untrained(
     trainable.module.eval()
     problems = runner.compare(trainable.module, batches=1, tolerance=export.tolerance)
     if problems:
-        file = compared.proto if isinstance(compared, ModelFile) else compared
-        raise ExportRefused([*problems, *noise_inside_bodies(file)])
+        raise ExportRefused([*problems, *noise_inside_bodies(proto_of(compared))])
     if not form:
         return Parity(runner.parity, runner.rounding, runner.runtime)
     # a file that draws numbers in training form is compared without the nodes that draw

@@ -92,11 +92,10 @@ def smaller_micro_batches(micro_batch_size: int, changes: Adjustments) -> Adjust
 
     An odd number is divided by its smallest divisor.
     """
-    size = micro_batch_size
-    divisor = next((number for number in range(2, size + 1) if size % number == 0), None)
-    if divisor is None:
+    above_1 = divisors(micro_batch_size, micro_batch_size)[1:]
+    if not above_1:
         return None
-    return changes.model_copy(update={"micro_batch_divisor": changes.micro_batch_divisor * divisor})
+    return changes.model_copy(update={"micro_batch_divisor": changes.micro_batch_divisor * above_1[0]})
 
 
 def fewer_replicas(config: RunConfig, changes: Adjustments, *, ranks: int, hostfile: str) -> Adjustments | None:

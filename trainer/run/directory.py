@@ -75,7 +75,7 @@ import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -93,178 +93,68 @@ _CLOSED: set[Path] = set()
 """Runs whose log this process has closed: the tasks that wait for that are its threads, and the disk may be full."""
 
 
+class PathInside:
+    """An attribute of a directory with a `root`: the path of this name inside of it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: Any, kind: type) -> Path:
+        path: Path = directory.root / self._name
+        return path
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The paths of one run directory."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.json"
-
-    @property
-    def accepted(self) -> Path:
-        return self.root / "accepted.json"
-
-    @property
-    def code(self) -> Path:
-        return self.root / "code.json"
-
-    @property
-    def origins(self) -> Path:
-        return self.root / "origins.json"
-
-    @property
-    def adjusted(self) -> Path:
-        return self.root / "adjusted.json"
-
-    @property
-    def remote(self) -> Path:
-        return self.root / "remote.json"
-
-    @property
-    def rehearsal(self) -> Path:
-        return self.root / "rehearsal.json"
-
-    @property
-    def quantized(self) -> Path:
-        return self.root / "quantized"
-
-    @property
-    def identity(self) -> Path:
-        return self.root / "identity.json"
-
-    @property
-    def trial(self) -> Path:
-        return self.root / "trial.json"
-
-    @property
-    def pruned(self) -> Path:
-        return self.root / "pruned.json"
-
-    @property
-    def runtime(self) -> Path:
-        return self.root / "runtime.json"
-
-    @property
-    def networks(self) -> Path:
-        return self.root / "networks.json"
-
-    @property
-    def own_home(self) -> Path:
-        return self.root / "own_home"
-
-    @property
-    def shards(self) -> Path:
-        return self.root / "shards"
-
-    @property
-    def began_with(self) -> Path:
-        return self.root / "began_with.json"
-
-    @property
-    def resolved(self) -> Path:
-        return self.root / "resolved.json"
-
-    @property
-    def teacher(self) -> Path:
-        return self.root / "teacher"
-
-    @property
-    def fence(self) -> Path:
-        return self.root / "attempt"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "lock"
-
-    @property
-    def flow_ending(self) -> Path:
-        return self.root / "ending.json"
-
-    @property
-    def reserved(self) -> Path:
-        return self.root / "reserved"
-
-    @property
-    def attempts(self) -> Path:
-        return self.root / "attempts"
-
-    @property
-    def errors(self) -> Path:
-        return self.root / "errors"
-
-    @property
-    def heartbeat(self) -> Path:
-        return self.root / "heartbeat"
-
-    @property
-    def events(self) -> Path:
-        return self.root / "events.jsonl"
-
-    @property
-    def phases(self) -> Path:
-        return self.root / "phases.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def nodes(self) -> Path:
-        return self.root / "nodes"
-
-    @property
-    def profile(self) -> Path:
-        return self.root / "profile"
+    config = PathInside("config.json")
+    accepted = PathInside("accepted.json")
+    code = PathInside("code.json")
+    origins = PathInside("origins.json")
+    adjusted = PathInside("adjusted.json")
+    remote = PathInside("remote.json")
+    rehearsal = PathInside("rehearsal.json")
+    quantized = PathInside("quantized")
+    identity = PathInside("identity.json")
+    trial = PathInside("trial.json")
+    pruned = PathInside("pruned.json")
+    runtime = PathInside("runtime.json")
+    networks = PathInside("networks.json")
+    own_home = PathInside("own_home")
+    shards = PathInside("shards")
+    began_with = PathInside("began_with.json")
+    resolved = PathInside("resolved.json")
+    teacher = PathInside("teacher")
+    fence = PathInside("attempt")
+    lock = PathInside("lock")
+    flow_ending = PathInside("ending.json")
+    reserved = PathInside("reserved")
+    attempts = PathInside("attempts")
+    errors = PathInside("errors")
+    heartbeat = PathInside("heartbeat")
+    events = PathInside("events.jsonl")
+    phases = PathInside("phases.jsonl")
+    report = PathInside("report.html")
+    nodes = PathInside("nodes")
+    profile = PathInside("profile")
+    closed = PathInside("closed")
+    checkpoints = PathInside("checkpoints")
+    announced = PathInside("checkpoints/announced.json")
+    train = PathInside("train.json")
+    metrics = PathInside("metrics.json")
+    classes = PathInside("classes")
+    packages = PathInside("packages.txt")
+    cursor = PathInside("cursor.json")
+    tensorboard = PathInside("tensorboard")
+    export = PathInside("export")
+    exported = PathInside("export/model.json")
+    memory = PathInside("memory")
 
     def usage_of(self, rank: int) -> Path:
         return self.nodes / f"rank-{rank:05d}.jsonl"
-
-    @property
-    def closed(self) -> Path:
-        return self.root / "closed"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def announced(self) -> Path:
-        return self.checkpoints / "announced.json"
-
-    @property
-    def train(self) -> Path:
-        return self.root / "train.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.json"
-
-    @property
-    def classes(self) -> Path:
-        return self.root / "classes"
-
-    @property
-    def packages(self) -> Path:
-        return self.root / "packages.txt"
-
-    @property
-    def cursor(self) -> Path:
-        return self.root / "cursor.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def export(self) -> Path:
-        return self.root / "export"
-
-    @property
-    def exported(self) -> Path:
-        return self.export / "model.json"
 
     def attempt(self, number: int) -> Path:
         return self.attempts / f"{number:03d}"
@@ -293,10 +183,6 @@ class RunDir:
 
     def rank_error(self, attempt: int, rank: int) -> Path:
         return self.errors / f"{attempt:03d}-rank-{rank:05d}.json"
-
-    @property
-    def memory(self) -> Path:
-        return self.root / "memory"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:09d}"

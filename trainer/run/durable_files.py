@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from onward.trainer.bounds import opened
 
@@ -88,6 +89,13 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync(file: IO[bytes]) -> None:
+    """Flush what was written to an open file to the disk."""
+    # flush only hands the bytes to the kernel; after fsync they are on the disk
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sha256(path: Path) -> str:

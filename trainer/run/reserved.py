@@ -9,12 +9,11 @@ The blocks of the file exist before the disk fills up, and writing over them tak
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from pydantic import BaseModel
 
-from onward.trainer.run.durable_files import fsync, write_durably
+from onward.trainer.run.durable_files import fsync, sync, write_durably
 
 RESERVED_BYTES = 1 << 16
 """More than an error with its traceback has."""
@@ -26,8 +25,7 @@ def reserve(path: Path) -> None:
     with path.open("wb") as file:
         # bytes are written and not only announced: a sparse file has no space on the disk
         file.write(bytes(RESERVED_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
 
 
 def write_reserved(path: Path, record: BaseModel, reserved: Path) -> None:
@@ -41,8 +39,7 @@ def write_reserved(path: Path, record: BaseModel, reserved: Path) -> None:
     with file:
         file.write(content)
         file.truncate()
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     # a rename needs no space
     reserved.replace(path)

@@ -99,6 +99,7 @@ def test_of_several_files_later_ones_win_and_a_base_of_both_counts_once(folder: 
         ('base = "run.toml"', "a file is its own base: run.toml -> run.toml; remove one `base`"),
         ('base = "gpu.toml"', "a file is its own base: run.toml -> gpu.toml -> run.toml"),
         ('base = "absent.toml"', "no config file absent.toml"),
+        ('base = "~nobody-of-this-name/a.toml"', "no config file ~nobody-of-this-name/a.toml"),
         ("base = 3", "base names a file, or a list of files, not 3"),
         ("profiles = 3", r"\[profiles\] has a table for each profile"),
         ('[profiles.a]\nbase = "x"', "run.toml: profiles.a: a profile has settings only, no base"),

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from onward.trainer.config import rules
-from onward.trainer.config.loading import build_config, layered, load_config
+from onward.trainer.config.loading import build_config, layered, load_config, settings_of
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.training import TrainConfig
 from onward.trainer.errors import ConfigError
@@ -397,6 +397,12 @@ def test_overrides_are_toml_and_stronger_than_the_file(tmp_path: Path, monkeypat
     assert config.model.loss == "mse"
     assert config.model.path.resolve() == tmp_path / "m.onnx", "a path in the file is relative to the file"
     assert config.data.evaluation_source == str(tmp_path / "e.csv"), "one on the command line, to where that was typed"
+
+
+@pytest.mark.parametrize("file", ["s3://bucket/loss.onnx", ""])
+def test_a_loss_of_a_url_and_none_are_no_paths_of_the_directory(file: str) -> None:
+    settings, _ = settings_of(GOOD, [f"loss.file={file!r}"])
+    assert settings["loss"] == {"file": file}
 
 
 @pytest.mark.parametrize(("line", "expected"), [("train.num_steps", "section.key=value"), ("name.x=1", "not a table")])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from onward.trainer.data.schema.class_axis import Dims, find_class_axis
+from onward.trainer.data.schema.class_axis import find_class_axis
+from onward.trainer.data.schema.label_axes import Dims
 from onward.trainer.errors import ConfigError
 
 FOUND: dict[str, tuple[Dims, Dims, Dims | None, int]] = {

@@ -118,6 +118,13 @@ def test_booleans_are_false_and_true(tmp_path: Path) -> None:
     assert plain == named == {number: int(label) for number, label in enumerate(labels)}
 
 
+def test_booleans_of_a_text_file_are_named_as_it_has_them(tmp_path: Path) -> None:
+    labels = [number != 5 for number in range(40)]
+    config = labelled(tmp_path, labels, classes=["True", "maybe"])
+    with pytest.raises(DataError, match=r"line 7: label is 'False', which is none of the 2 classes True, maybe"):
+        sharded(config, tmp_path)
+
+
 def test_more_names_than_classes_are_refused_before_anything_starts_and_for_all_rows(tmp_path: Path) -> None:
     labels = [f"name {number:04d}" for number in range(40)]
     config = labelled(tmp_path, labels)

@@ -15,7 +15,7 @@ from onward.trainer.data.data_problems import data_problems
 from onward.trainer.data.input_columns import Feed
 from onward.trainer.data.misfits import MISFITS, remedy, remedy_of_absence
 from onward.trainer.data.schema.columns import Column, ColumnType
-from onward.trainer.data.schema.signature import Dims
+from onward.trainer.data.schema.label_axes import Dims
 from onward.trainer.errors import DataError
 from tests.support.graphs import tiny_bert, tiny_cities, tiny_mlp
 from tests.support.shards import make_shards

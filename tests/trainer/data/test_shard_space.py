@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,10 @@ import pandas as pd
 import pytest
 
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.formats.format_table import FORMATS
 from onward.trainer.data.storage.recipe import Recipe, stored_columns
 from onward.trainer.data.storage.shard_space import shard_bytes
-from onward.trainer.errors import RuntimeUnavailable
+from onward.trainer.errors import DataError, RuntimeUnavailable
 from tests.support.shards import make_shards
 
 ROWS, WIDTH = 4000, 24
@@ -40,6 +42,19 @@ def test_the_estimate_is_near_the_size_of_the_shards_that_are_written(tmp_path: 
         directory, _, _ = make_shards(data, None, tmp_path / "cache")
         written = sum(file.stat().st_size for file in directory.iterdir())
         assert 0.9 < estimate / written < 1.1, path.name
+
+
+@pytest.mark.parametrize("form", ["npz", "parquet"])
+def test_a_damaged_file_cannot_be_counted_and_is_named(tmp_path: Path, form: str) -> None:
+    path = tmp_path / f"b.{form}"
+    path.write_bytes(b"nothing that can be read")
+    with pytest.raises(DataError, match=f"b.{form} cannot be read: "):
+        FORMATS[form].count_rows(path)
+
+
+def test_an_archive_without_arrays_has_no_rows(tmp_path: Path) -> None:
+    zipfile.ZipFile(tmp_path / "b.npz", "w").close()
+    assert FORMATS["npz"].count_rows(tmp_path / "b.npz") == 0
 
 
 def test_a_disk_without_room_for_the_shards_is_refused_before_a_byte_is_written(

@@ -27,9 +27,8 @@ def surgery(model: ModelConfig) -> Iterable[str]:
 
 def adapters(lora: LoraConfig, model: ModelConfig) -> Iterable[str]:
     if not lora.weights:
-        for name in sorted(lora.model_fields_set - {"weights"}):
-            if getattr(lora, name) != LoraConfig.model_fields[name].default:
-                yield f"lora.{name} has no effect without lora.weights; name the weights that get an adapter"
+        for name in lora.changed("weights"):
+            yield f"lora.{name} has no effect without lora.weights; name the weights that get an adapter"
     elif model.train != ModelConfig.model_fields["train"].default:
         yield (
             f"model.train {list(model.train)} and lora.weights contradict each other: with adapters the model's own "

@@ -92,15 +92,14 @@ def average(
     export: ExportConfig,
 ) -> Iterable[str]:
     if average.kind == "none":
-        names = sorted(average.model_fields_set - {"kind"})
-        if given := [name for name in names if _differs(average, name)]:
+        if given := average.changed("kind"):
             yield f"{' and '.join(f'average.{name}' for name in given)} needs average.kind 'ema' or 'swa'"
         if export.weights == "average":
             yield "export.weights 'average' needs average.kind 'ema' or 'swa': without it there is no average"
         return
     only = {"decay": "ema", "period": "swa"}
     for name, kind in only.items():
-        if kind != average.saved_kind and _differs(average, name):
+        if kind != average.saved_kind and name in average.changed():
             yield f"average.{name} is for {kind}, not {average.kind}; remove it"
     if train.num_steps and average.first_step(train.num_steps) > train.num_steps:
         yield (
@@ -122,7 +121,3 @@ def average(
             f"export.weights {export.weights!r} exports other weights than those that checkpoint.best_metric "
             f"{checkpoint.best_metric!r} chooses; set checkpoint.best_metric = {wanted!r} or export.checkpoint = 'last'"
         )
-
-
-def _differs(section: Section, name: str) -> bool:
-    return bool(getattr(section, name) != type(section).model_fields[name].default)

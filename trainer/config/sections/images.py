@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from onward.trainer.config.section import Decay, Fraction, Length, LengthOrZero, NonNegativeInt, Section
+from onward.trainer.config.section import Decay, Fraction, Length, LengthOrZero, NonNegativeInt, Section, as_tuple
 
 RGB_MEAN = (0.485, 0.456, 0.406)
 RGB_STD = (0.229, 0.224, 0.225)
@@ -188,8 +188,7 @@ class ImageConfig(Section):
         """The columns that hold masks."""
         if self.mask_folder:
             return ("mask",)
-        named = (self.masks,) if isinstance(self.masks, str) else self.masks
-        return tuple(filter(None, named))
+        return tuple(filter(None, as_tuple(self.masks)))
 
     @property
     def box_place(self) -> str:

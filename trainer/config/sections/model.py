@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field, PositiveFloat, field_validator
 
 from onward.trainer.config.loss_rules import LossName
-from onward.trainer.config.section import COMMON, Decay, Length, LengthOrZero, Section
+from onward.trainer.config.section import COMMON, Decay, Length, LengthOrZero, Section, as_tuple
 from onward.trainer.config.urls import FilePath
 
 AcceptedWarning = Literal["merged", "separated", "removed", "mostly_frozen"]
@@ -95,7 +95,7 @@ class ModelConfig(Section):
     @property
     def outputs(self) -> tuple[str, ...]:
         """The tensors that the losses read, each once; empty = the first output of the graph."""
-        return tuple(dict.fromkeys((self.output,) if isinstance(self.output, str) else self.output))
+        return tuple(dict.fromkeys(as_tuple(self.output)))
 
     def named_outputs(self, first: str) -> tuple[str, ...]:
         """Return `outputs` by name, where `first` is the first output of the graph."""

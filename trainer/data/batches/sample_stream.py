@@ -125,8 +125,8 @@ class SampleStream:
             # counts on over the epochs, so that a source of more rows than its share goes through all of them
             samples = epoch * share + slots[mine] - first_slot
             rows[mine] = first_row + self._rows_of(number, samples)
-            first_row = first_row + size
-            first_slot = first_slot + share
+            first_row += size
+            first_slot += share
         return rows
 
     def dealt(self, positions: Array, sizes: Array) -> Array:

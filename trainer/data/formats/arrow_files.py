@@ -87,13 +87,14 @@ def _record_batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def parquet_rows(path: Path) -> int:
-    """Return the number of rows that the footer of a Parquet file states."""
+    """Return the number of rows that the footer of a Parquet file states. Raises DataError if it cannot be read."""
     import pyarrow.parquet as pq  # imported here: ranks never need it
 
-    return int(pq.read_metadata(path).num_rows)
+    with refusing(path):
+        return int(pq.read_metadata(path).num_rows)
 
 
-def parquet_parts(path: Path, part_bytes: int) -> Iterator[FilePart]:
+def parquet_parts(path: Path, data: object, part_bytes: int) -> Iterator[FilePart]:
     """Yield parts of about this size, between which the blocks of a Parquet file are divided."""
     import pyarrow.parquet as pq  # imported here: ranks never need it
 

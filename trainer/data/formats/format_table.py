@@ -114,10 +114,6 @@ def _parquet(files: Files, request: Request) -> Iterator[tuple[str, Block]]:
     yield from _each_part(parquet_blocks)(files, request)
 
 
-def _parquet_parts(path: Path, data: DataConfig, part_bytes: int) -> Iterator[FilePart]:
-    return parquet_parts(path, part_bytes)
-
-
 def _text(files: Files, request: Request) -> Iterator[tuple[str, Block]]:
     text = request.data.text
     if text is None:
@@ -164,7 +160,7 @@ FORMATS: Mapping[str, DataFormat] = {
         rows_vary=True,
         count_rows=parquet_rows,
         check=check_footers,
-        divide=_parquet_parts,
+        divide=parquet_parts,
     ),
     "jsonl": DataFormat(
         _each_part(json_blocks),

@@ -41,38 +41,53 @@ def npz_content(arrays: Mapping[str, Array]) -> bytes:
 
 def npz_blocks(path: Path, names: Sequence[str] | None) -> Iterator[Block]:
     """Yield the rows of an .npz file, whose arrays have one row per sample; read as a stream."""
+    with (
+        _refusing(path),
+        opened(path) as content,
+        zipfile.ZipFile(content) as archive,
+        contextlib.ExitStack() as members_open,
+    ):
+        members = {name.removesuffix(".npy"): name for name in archive.namelist() if name.endswith(".npy")}
+        chosen = list(members)
+        if names is not None:
+            chosen = [name for name in members if name in names]
+        files = {name: members_open.enter_context(archive.open(members[name])) for name in chosen}
+        sizes_of = {name: _member_bytes(f"{path}: {name}", archive.getinfo(members[name])) for name in chosen}
+        arrays = {name: _Stream(f"{path}: {name}", file, sizes_of[name]) for name, file in files.items()}
+        counts = {name: array.num_rows for name, array in arrays.items()}
+        if len(set(counts.values())) > 1:
+            sizes = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise DataError(f"{path}: its arrays have different numbers of rows: {sizes}")
+        total = max(counts.values(), default=0)
+        row_bytes = sum(array.row_bytes for array in arrays.values())
+        if row_bytes > ROW_BYTES.most:
+            raise DataError(f"{path}: a row of all arrays has {ROW_BYTES.exceeded(row_bytes)}")
+        # all arrays advance together, so a block holds the same rows of each
+        step = max(1, BLOCK_BYTES // max(1, row_bytes))
+        for first in range(0, total, step):
+            count = min(step, total - first)
+            cells = {name: array.take(count) for name, array in arrays.items()}
+            yield Block(str(path), np.arange(first, first + count), cells)
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Convert the errors of a damaged file to DataError with the path."""
     try:
-        with opened(path) as content, zipfile.ZipFile(content) as archive, contextlib.ExitStack() as members_open:
-            members = {name.removesuffix(".npy"): name for name in archive.namelist() if name.endswith(".npy")}
-            chosen = list(members)
-            if names is not None:
-                chosen = [name for name in members if name in names]
-            files = {name: members_open.enter_context(archive.open(members[name])) for name in chosen}
-            sizes_of = {name: _member_bytes(f"{path}: {name}", archive.getinfo(members[name])) for name in chosen}
-            arrays = {name: _Stream(f"{path}: {name}", file, sizes_of[name]) for name, file in files.items()}
-            counts = {name: array.num_rows for name, array in arrays.items()}
-            if len(set(counts.values())) > 1:
-                sizes = ", ".join(f"{name} {count}" for name, count in counts.items())
-                raise DataError(f"{path}: its arrays have different numbers of rows: {sizes}")
-            total = max(counts.values(), default=0)
-            row_bytes = sum(array.row_bytes for array in arrays.values())
-            if row_bytes > ROW_BYTES.most:
-                raise DataError(f"{path}: a row of all arrays has {ROW_BYTES.exceeded(row_bytes)}")
-            # all arrays advance together, so a block holds the same rows of each
-            step = max(1, BLOCK_BYTES // max(1, row_bytes))
-            for first in range(0, total, step):
-                count = min(step, total - first)
-                cells = {name: array.take(count) for name, array in arrays.items()}
-                yield Block(str(path), np.arange(first, first + count), cells)
+        yield
     # of zipfile: a password, an unknown compression; of numpy: a header that is no Python
     except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, *NO_HEADER) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def npz_rows(path: Path) -> int:
-    """Return the number of rows that the first array of an .npz file states."""
-    with zipfile.ZipFile(path) as archive, archive.open(archive.namelist()[0]) as file:
-        shape, _, _ = _header(file)
+    """Return the number of rows that the first array of an .npz file states. Raises DataError as `npz_blocks`."""
+    with _refusing(path), zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        if not names:
+            return 0
+        with archive.open(names[0]) as file:
+            shape, _, _ = _header(file)
         return int(shape[0]) if shape else 0
 
 

@@ -80,8 +80,8 @@ class PlainColumns:
             return None
         if not piece.endswith(b"\n"):
             # the last line of a file may have no end
-            piece = piece + b"\n"
-            lines = lines + 1
+            piece += b"\n"
+            lines += 1
         starts = _row_starts(piece, self.dialect) if quoted else np.arange(lines)
         if starts is None:
             return None

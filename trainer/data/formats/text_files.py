@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,9 @@ def _pieces(path: Path, unit: str) -> Iterator[tuple[int, bytes]]:
     first = size = 0
     with opened(path) as file:
         # with a limit, because a file may have no line end
-        for number, line in enumerate(iter(lambda: file.readline(TEXT_BYTES.most + 1), b"")):
+        read = iter(lambda: file.readline(TEXT_BYTES.most + 1), b"")
+        # a blank line behind the last one ends its text, too
+        for number, line in enumerate(chain(read, [b""])):
             if line.strip():
                 # a text has the number of its first line
                 first, size = (first, size + len(line)) if lines else (number, len(line))
@@ -66,8 +69,6 @@ def _pieces(path: Path, unit: str) -> Iterator[tuple[int, bytes]]:
             if lines:
                 yield first, b"".join(lines).rstrip(b"\r\n")
                 lines = []
-    if lines:
-        yield first, b"".join(lines).rstrip(b"\r\n")
 
 
 def _content(path: Path) -> bytes:

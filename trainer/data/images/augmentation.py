@@ -89,7 +89,8 @@ class Augmentation:
         if augment.rand_augment:
             self.before.append(v2.RandAugment(magnitude=augment.rand_augment))
         if augment.color_jitter:
-            self.before.append(_color_jitter(augment.color_jitter))
+            strength = augment.color_jitter
+            self.before.append(v2.ColorJitter(strength, strength, strength, strength / 4))
         self.after = [v2.RandomErasing(augment.erasing)] if augment.erasing else []
 
     def change_image(
@@ -163,12 +164,6 @@ def _resized_crop(config: ImageConfig, size: Size) -> list[Any]:
     crop = v2.RandomResizedCrop(size, scale=(least, 1.0), interpolation=mode, antialias=config.antialias)
     # Pillow always averages; tensors need not
     return [crop] if config.antialias else [v2.ToImage(), crop, v2.ToPILImage()]
-
-
-def _color_jitter(strength: float) -> Any:
-    from torchvision.transforms import v2
-
-    return v2.ColorJitter(strength, strength, strength, strength / 4)
 
 
 class Mixing:

@@ -16,6 +16,7 @@ import numpy as np
 
 from onward.trainer.config.sections.images import ImageConfig
 from onward.trainer.data.images.geometry import Size, resized_size
+from onward.trainer.data.images.image_decoding import ORIENTATION
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, HEAD_NUMBERS, NO_CLASS, Box
 from onward.trainer.data.schema.columns import BOXES, BYTES, Array, Column, ColumnType, Values
 from onward.trainer.data.schema.fitted import Fitted, FittedComputer, describe_classes
@@ -130,16 +131,21 @@ def shown_size_of(content: bytes) -> tuple[int, int] | None:
         with Image.open(io.BytesIO(content)) as image:
             width, height = image.size
             # of a photograph that is turned by 90 degrees when it is shown
-            is_turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+            is_turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
     return (height, width) if is_turned else (width, height)
 
 
+def whole_boxes(row: Array) -> Array:
+    """Return boxes float32 [n, 6] in pixels of the whole image. row: as it is stored."""
+    return row[HEAD_NUMBERS:].reshape(-1, BOX_NUMBERS)
+
+
 def fitted_boxes(row: Array, size: Size, config: ImageConfig) -> Array:
     """Return boxes float32 [n, 6] in pixels of an image of `size`. row: as it is stored."""
     width, height = (int(each) for each in row[:HEAD_NUMBERS])
-    boxes = row[HEAD_NUMBERS:].reshape(-1, BOX_NUMBERS).copy()
+    boxes = whole_boxes(row).copy()
     if len(boxes):
         (rows, columns), (top, left) = resized_size((height, width), size, config)
         boxes[:, (1, 3)] = boxes[:, (1, 3)] * (columns / width) - left

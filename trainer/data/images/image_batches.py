@@ -23,15 +23,14 @@ from torch import Tensor
 
 from onward.trainer.config.sections.images import AugmentConfig, ImageConfig
 from onward.trainer.data.images.augmentation import Augmentation, Mixing, mosaic, seeds
-from onward.trainer.data.images.box_columns import fitted_boxes, in_shares
+from onward.trainer.data.images.box_columns import fitted_boxes, in_shares, whole_boxes
 from onward.trainer.data.images.geometry import fitted_image, fitted_mask
 from onward.trainer.data.images.image_computer import pixels_of
 from onward.trainer.data.images.image_decoding import decode_image, decode_mask
 from onward.trainer.data.images.image_inputs import ImageInput, Mask, MixedLabels
 from onward.trainer.data.images.image_threads import in_threads, room_for
 from onward.trainer.data.schema.batch_transforms import Samples
-from onward.trainer.data.schema.box_cells import BOX_NUMBERS, HEAD_NUMBERS
-from onward.trainer.data.schema.columns import Array, Values
+from onward.trainer.data.schema.columns import Array, Values, rows_at
 from onward.trainer.data.schema.permutation import hash_key, keyed_hash
 from onward.trainer.errors import DataError
 
@@ -91,7 +90,7 @@ class ImageBatches:
         self._mix(computed, labels, pairs, joined)
         # `positions` is sorted and has both samples of each pair; the micro-batch takes its own ones, in its order
         chosen = np.searchsorted(positions, own)
-        return {**values, **{name: _taken(rows, chosen) for name, rows in computed.items()}}
+        return {**values, **{name: rows_at(rows, chosen) for name, rows in computed.items()}}
 
     def _tiles(self, positions: Array, plain_from: int | None) -> Array:
         """Return the positions whose images make the image of each position, itself first: int64 [n, 1 or 4].
@@ -177,7 +176,7 @@ class ImageBatches:
         labels = [self._masks[column] for column in cells if column in self._masks]
         boxes = []
         for row in (cells[each] for each in self._boxes if each in cells):
-            boxes.append(_whole(row) if is_whole else fitted_boxes(row, info.size, config))
+            boxes.append(whole_boxes(row) if is_whole else fitted_boxes(row, info.size, config))
         if config.stores_pixels:
             # stored pixels have the size of the model already
             return cells[name], [cells[each.column] for each in labels], boxes
@@ -255,16 +254,6 @@ class ImageBatches:
         more = samples.read(others) if samples.read and len(others) else {}
         known = [*samples.positions, *others]
         return {name: dict(zip(known, [*own, *more.get(name, ())], strict=False)) for name, own in values.items()}
-
-
-def _taken(rows: Any, chosen: Array) -> Values:
-    """Return rows in another order, of an array or a list of arrays."""
-    return rows[chosen] if isinstance(rows, np.ndarray) else [rows[at] for at in chosen]
-
-
-def _whole(row: Array) -> Array:
-    """Return boxes float32 [n, 6] in pixels of the whole image. row: as it is stored."""
-    return row[HEAD_NUMBERS:].reshape(-1, BOX_NUMBERS)
 
 
 def _channels_first(images: Tensor, info: ImageInput) -> Tensor:

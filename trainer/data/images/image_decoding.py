@@ -34,10 +34,12 @@ def decode_image(content: bytes, *, grey: bool) -> Image:
     It is rotated as its EXIF data says, of several frames the first. Transparent pixels become white, as viewers show
     them on paper. Of 16 bits the upper 8 are used; pixels of 32 bits have no known range and are refused.
     """
+    from PIL import Image
+
     image = _opened(content)
     if image.mode.startswith("I;16"):
         # Pillow's own conversion would cut off all that is above 255
-        image = _from_array((np.asarray(image) >> 8).astype(np.uint8))
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError(f"holds pixels of 32 bits (mode {image.mode}), whose range is unknown; convert them to 8 bits")
     if image.has_transparency_data:
@@ -144,12 +146,6 @@ def _on_white(image: Image) -> Any:
         white.alpha_composite(colour)
         found.paste(white.convert("RGB"), box[:2])
     return found
-
-
-def _from_array(pixels: Array) -> Image:
-    from PIL import Image
-
-    return Image.fromarray(pixels)
 
 
 def _new(mode: str, size: tuple[int, int]) -> Any:

@@ -16,7 +16,8 @@ from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.images import GREY_STD, RGB_STD, ImageConfig
 from onward.trainer.data.images.geometry import Size
 from onward.trainer.data.schema.class_axis import find_class_axis
-from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo
+from onward.trainer.data.schema.label_axes import Dims
+from onward.trainer.data.schema.signature import Signature, TensorInfo
 from onward.trainer.errors import ConfigError
 from onward.trainer.quantities import shown_shape
 
@@ -132,8 +133,7 @@ def _image_input(info: TensorInfo, column: str, config: ImageConfig) -> ImageInp
             "mean and std"
         )
     mean = config.means(channels)
-    std = config.std
-    std = std or (RGB_STD if channels == 3 else GREY_STD)
+    std = config.std or (RGB_STD if channels == 3 else GREY_STD)
     if len(mean) != channels:
         raise ConfigError(
             f"data.image.mean and std have {len(mean)} values, but input {info.name} takes {channels} channels"

@@ -86,11 +86,6 @@ def annotations_beside(files: Files, boxes: str) -> Annotations:
     return read_annotations(Path(str(path).removesuffix(name)), [name for name, _ in files], boxes)
 
 
-def class_names_beside(files: Files, boxes: str) -> tuple[str, ...]:
-    """Return the classes of boxes that lie beside images, in the order of their format; () if it has none."""
-    return annotations_beside(files, boxes).names
-
-
 def mask_files(files: Files, mask_folder: str, *, skips_rows: bool = False) -> list[Path | None]:
     """Return the mask of each image: the file of its name, with any suffix, in `mask_folder`, relative to the source.
 

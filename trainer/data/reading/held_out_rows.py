@@ -7,7 +7,7 @@ split = "stratified"    the same among the rows of each class    a: . E . ...   
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,5 +93,9 @@ def _class_of(cell: Any) -> str:
 
 def held_out_files(names: Sequence[str], fraction: float) -> set[str]:
     """Return the files with the smallest hashes of their names: `fraction` of them, at least one if it is not 0."""
-    count = max(1, round(fraction * len(names))) if fraction else 0
+    return of_least_hashes(names, max(1, round(fraction * len(names))) if fraction else 0)
+
+
+def of_least_hashes(names: Iterable[str], count: int) -> set[str]:
+    """Return the `count` names of files or series that are held out: those with the smallest hashes."""
     return set(sorted(names, key=lambda name: (hash_key("held out", name), name))[:count])

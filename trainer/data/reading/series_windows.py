@@ -23,8 +23,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from onward.trainer.config.sections.tables import WindowConfig
+from onward.trainer.data.reading.held_out_rows import of_least_hashes
 from onward.trainer.data.schema.columns import BLOCK_BYTES, Array, Block, numbers
-from onward.trainer.data.schema.permutation import hash_key
 from onward.trainer.errors import DataError
 
 AHEAD = "_ahead"
@@ -200,7 +200,7 @@ def _held_series(series: Mapping[str, Array], window: WindowConfig, fraction: fl
         )
     # at least one series on either side
     count = min(len(series) - 1, max(1, round(fraction * len(series))))
-    return set(sorted(series, key=lambda name: (hash_key("held out", name), name))[:count])
+    return of_least_hashes(series, count)
 
 
 def _cut(table: _Table, series: Mapping[str, Array], window: WindowConfig, fraction: float | None) -> dict[str, int]:

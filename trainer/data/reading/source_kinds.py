@@ -99,8 +99,8 @@ def kinds_found(files: Mapping[str, Path]) -> str:
             texts.append(f"{shown}: {kind.name}; {kind.remedy.format(suffix=suffix)}")
         else:
             texts.append(f"{shown}: no format that Onward knows; set data.format, for text with a glob in data.source")
-    if more := len(ranked) - MOST_NAMED:
-        texts += [f"{more} more endings"] * (more > 0)
+    if (more := len(ranked) - MOST_NAMED) > 0:
+        texts.append(f"{more} more endings")
     return ". ".join(texts)
 
 

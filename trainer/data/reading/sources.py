@@ -63,7 +63,7 @@ def locate(source: str, data: DataConfig) -> Source:
         library = Path(sysconfig.get_paths()["stdlib"])
         return Source("text", tuple((name, library / name) for name in _walk(library, CODE, NOT_LIBRARY)))
     path = Path(source)
-    if path.is_file() or (path.exists() and not path.is_dir()):
+    if path.exists() and not path.is_dir():
         try:
             check_regular(path)  # for the reason: it may be a FIFO or a device
         except OSError as error:

@@ -16,11 +16,9 @@ import math
 import operator
 from collections.abc import Sequence
 
-from onward.trainer.data.schema.label_axes import num_elements, remedy, rows_problem
+from onward.trainer.data.schema.label_axes import Dims, num_elements, remedy, rows_problem, without_axis
 from onward.trainer.errors import ConfigError
 from onward.trainer.quantities import shown_shape
-
-Dims = tuple[int | None, ...]
 
 
 def find_class_axis(
@@ -69,7 +67,7 @@ def _advice(output: Dims, labels: Dims) -> str:
     """Return what to do with labels that fit no axis: transpose them, where that makes them fit."""
     # from the last axis on, where classes usually are
     for axis in range(len(output) - 1, 0, -1):
-        if advice := remedy(_without(output, axis)[1:], labels[1:]):
+        if advice := remedy(without_axis(output, axis)[1:], labels[1:]):
             return advice
     return "name another column (data.label) or another output (model.output)"
 
@@ -87,7 +85,7 @@ def _fitting(output: Dims, labels: Dims) -> list[int]:
     if len(output) < 3:
         return [len(output) - 1]
     axes = range(1, len(output))
-    if exact := [axis for axis in axes if same_lengths(_without(output, axis), labels)]:
+    if exact := [axis for axis in axes if same_lengths(without_axis(output, axis), labels)]:
         return exact
     # labels with an axis of one in place of the classes, such as masks [B, 1, H, W]
     if kept := [axis for axis in axes if same_lengths((*output[:axis], 1, *output[axis + 1 :]), labels)]:
@@ -97,7 +95,7 @@ def _fitting(output: Dims, labels: Dims) -> list[int]:
 
 def _fits(output: Dims, labels: Dims, axis: int) -> bool:
     """Return whether labels are the rest of the output's shape, but for axes of one, or with neighbours as one axis."""
-    rest = _without(output, axis)
+    rest = without_axis(output, axis)
     if same_lengths(rest, labels):
         return True
     # lengths that are not known may be products of each other
@@ -120,10 +118,6 @@ def _squeezed(dims: Dims) -> list[int]:
     """Return the lengths of a shape that are not 1."""
     lengths = [dim or 0 for dim in dims]
     return [length for length in lengths if length != 1]
-
-
-def _without(dims: Dims, axis: int) -> Dims:
-    return (*dims[:axis], *dims[axis + 1 :])
 
 
 def same_lengths(one: Sequence[int | None], other: Sequence[int | None]) -> bool:

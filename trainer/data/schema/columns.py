@@ -254,8 +254,6 @@ def _fit_boxes(cells: Cells) -> tuple[Array, dict[int, str]]:
 
 def is_unicode(text: str) -> bool:
     """Return whether a text can be encoded; JSON may have escapes of one half of a surrogate pair."""
-    if text.isascii():
-        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -354,12 +352,9 @@ def fit_block(block: Block, columns: Sequence[Column]) -> tuple[dict[str, Values
     values = {}
     good = np.ones(len(block.index), bool)
     for column in columns:
-        cells = block.cells.get(column.name)
-        if cells is None and len(block.index):
-            # a JSON key that no row of this block has; in other formats every row lacks it
-            cells = [None] * len(block.index)
-        given = [] if cells is None else cells
-        values[column.name], wrong = fit(given, column, block) if len(block.index) else ([], {})
+        # a JSON key that no row of this block has; in other formats every row lacks it
+        cells = block.cells.get(column.name, [None] * len(block.index))
+        values[column.name], wrong = fit(cells, column, block) if len(block.index) else ([], {})
         for at, why in wrong.items():
             good[at] = False
             # the first reason of a row is kept
@@ -389,6 +384,13 @@ def select(values: Mapping[str, Values], chosen: Array) -> dict[str, Values]:
         return dict(values)
     where = np.flatnonzero(chosen)
     return {name: rows_at(rows, where) for name, rows in values.items()}
+
+
+def joined(parts: Sequence[Values]) -> Values:
+    """Return rows of one column, one part behind the other."""
+    if isinstance(parts[0], list):
+        return [row for part in parts for row in part]
+    return np.concatenate(parts)
 
 
 def rows_at(rows: Values, where: Array) -> Values:

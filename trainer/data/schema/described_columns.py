@@ -64,7 +64,7 @@ def _type(array: Array, *, gaps: bool = False) -> str:
 def extremes(values: Values) -> tuple[int | float, ...]:
     """Return `Column.extremes` of the finite values; of text, nothing."""
     found = set[int | float]()
-    ends = 1
+    dtype = "float64"
     for flat in _parts(values):
         if flat.dtype.kind == "O":
             return ()
@@ -81,14 +81,12 @@ def extremes(values: Values) -> tuple[int | float, ...]:
             least = finite.min()
             most = finite.max()
         found |= {least.item(), most.item()}
+        dtype = flat.dtype.name
         if flat.dtype.kind in "iu":
             # the second least and second greatest, in case the least or greatest is model.ignore_index
             inner = finite[(finite > least) & (finite < most)]
-            ends = 2
             found |= {inner.min().item(), inner.max().item()} if inner.size else set()
-    ordered = sorted(found)
-    # distinct values in order, the outer ones on either side
-    return tuple(ordered if len(ordered) <= 2 * ends else (*ordered[:ends], *ordered[-ends:]))
+    return outermost(tuple(found), (), dtype)
 
 
 def _parts(values: Values) -> Iterator[Array]:
@@ -138,9 +136,9 @@ def merge(one: Column, other: Column) -> Column:
 
 def outermost(one: tuple[int | float, ...], other: tuple[int | float, ...], dtype: str) -> tuple[int | float, ...]:
     """Return `Column.extremes` of the rows of both."""
-    if not (values := sorted({*one, *other})):
-        return ()
+    values = sorted({*one, *other})
     ends = 2 if np.dtype(dtype).kind in "iu" else 1
+    # distinct values in order, the outer ones on either side
     return tuple(values if len(values) <= 2 * ends else (*values[:ends], *values[-ends:]))
 
 

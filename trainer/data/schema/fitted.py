@@ -181,8 +181,8 @@ def fit_computers(
     waiting = unfitted(computers)
     names = {column.name for column in columns}
     # rows that these refuse are not stored, and so must not be fitted to
-    ready = [computer for computer in _fitted_computers(computers) if computer not in waiting]
-    ready = [computer for computer in ready if computer.reads.keys() <= names]
+    fitted = [computer for computer in _fitted_computers(computers) if computer.is_fitted]
+    ready = [computer for computer in fitted if computer.reads.keys() <= names]
     for block, held_out in in_parts(blocks, columns):
         values, good, _ = fit_block(block, columns)
         # a row that a computer leaves out is not stored, and must not count
@@ -213,5 +213,4 @@ def complete_rows(computers: Sequence[object], values: Mapping[str, Values], cou
 
 def all_fitted(computers: Sequence[object]) -> dict[str, Fitted]:
     """Return column -> what is known of it, over all computers."""
-    fitted = [each.fitted for each in computers if isinstance(each, FittedComputer)]
-    return {name: found for each in fitted for name, found in each.items()}
+    return {name: found for each in _fitted_computers(computers) for name, found in each.fitted.items()}

@@ -48,7 +48,7 @@ def label_shape(loss: LossConfig, output: Dims) -> Dims | None:
         return output
     if loss.class_axis is not None and -len(output) < loss.class_axis < len(output):
         axis = loss.class_axis % len(output)
-        return (*output[:axis], *output[axis + 1 :]) if axis else None
+        return without_axis(output, axis) if axis else None
     # classes are last in [rows, C] and [rows, L, C]; images may have them on axis 1
     return output[:-1] if len(output) < 4 else None
 
@@ -67,6 +67,11 @@ def fits(output: Dims, labels: Dims) -> bool:
     if output[0] != labels[0] and None not in (output[0], labels[0]):
         return False
     return fits(output[1:], labels[1:])
+
+
+def without_axis(dims: Dims, axis: int) -> Dims:
+    """Return a shape without one of its axes, which is counted from 0."""
+    return (*dims[:axis], *dims[axis + 1 :])
 
 
 def num_elements(dims: Dims) -> int:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import onnx
 
 from onward.trainer.config.sections.model import ModelConfig
+from onward.trainer.data.schema.label_axes import Dims
 from onward.trainer.errors import UnsupportedModel
 from onward.trainer.onnx_graph.beyond_onnx import put_right, refused
 from onward.trainer.onnx_graph.files.external_ranges import external_problems, load_external
@@ -27,8 +28,6 @@ from onward.trainer.onnx_graph.surgery.row_layout import BoundInput, read_layout
 from onward.trainer.onnx_graph.surgery.stochastic_depth import draws_noise
 from onward.trainer.onnx_graph.surgery.surgery import apply_surgery, extract_subgraph, trains_subgraph
 from onward.trainer.run.durable_files import sha256
-
-Dims = tuple[int | None, ...]
 
 FLOAT_NAMES = ("float32", "float64", "float16", "bfloat16", "undefined")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from onward.trainer.data.schema.columns import (
     Values,
     fit_block,
     in_parts,
+    joined,
     rows_at,
 )
 from onward.trainer.data.schema.fitted import Fitted, all_fitted, complete_rows
@@ -40,7 +41,6 @@ from onward.trainer.data.schema.permutation import permutation
 from onward.trainer.data.schema.signature import Signature
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.recipe import recipe_of
-from onward.trainer.data.storage.shards import Split
 from onward.trainer.errors import DataError
 
 COUNTED_BYTES = 16 << 20
@@ -113,9 +113,9 @@ def read_first_rows(
         nothing = f"{data.source} holds no row to train on: all are bad, or held out for evaluation{few}"
         raise DataError([*gathered.reasons, nothing])
     result = {column.name: column for column in (*recipe.source_columns, *stored_of(computers))}
-    joined = {name: _joined([part[name] for part in gathered.parts]) for name in result}
+    values = {name: joined([part[name] for part in gathered.parts]) for name in result}
     counts = gathered.counts if is_counted else None
-    return FirstRows(result, recipe.pad_values, joined, gathered.num_kept, counts, all_fitted(computers))
+    return FirstRows(result, recipe.pad_values, values, gathered.num_kept, counts, all_fitted(computers))
 
 
 def _first_of_shards(directory: Path, most: int, *, spread: bool) -> FirstRows:
@@ -207,13 +207,5 @@ def _spread(blocks: Iterable[tuple[Block, Array]], num_rows: int, most: int) -> 
 def source_bytes(data: DataConfig) -> int:
     """Return the size of all files of the source."""
     if directory := shards_at(data):
-        manifest = open_shards(directory, "train").manifest
-        return sum(file.bytes for split in get_args(Split) for file in manifest.files(split))
+        return sum(file.bytes for file in open_shards(directory, "train").manifest.all_files)
     return sum(path.stat().st_size for source in sources.all_sources(data) for _, path in source.files)
-
-
-def _joined(parts: list[Values]) -> Values:
-    if isinstance(parts[0], list):
-        return [row for part in parts for row in part]
-    joined: Array = np.concatenate(parts)
-    return joined

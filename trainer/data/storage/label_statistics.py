@@ -11,6 +11,7 @@ import numpy as np
 
 from onward.trainer.config.losses import LossConfig
 from onward.trainer.config.sections.data import DataConfig
+from onward.trainer.data.images.box_columns import whole_boxes
 from onward.trainer.data.label_units import standardised_columns, units_of_column
 from onward.trainer.data.losses_from_data import count_classes, counted_columns
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED, HEAD_NUMBERS
@@ -118,4 +119,4 @@ def refuse_more_objects(
 
 def _objects(row: Array) -> int:
     """Return the objects of an image that are trained on. row: as data/schema/box_cells.py describes."""
-    return int((row[HEAD_NUMBERS:].reshape(-1, BOX_NUMBERS)[:, -1] == COUNTED).sum())
+    return int((whole_boxes(row)[:, -1] == COUNTED).sum())

@@ -40,13 +40,12 @@ def count_rows(config: RunConfig, cache: Path) -> RowCount:
     size = source_bytes(config.data)
     if manifest := cached_shards(config, cache):
         directory = shards_at(config.data)
-        files = [file for split in (manifest.train, manifest.evaluation, manifest.test) for file in split]
         return _evaluated(
             config.data.evaluation_rows,
             manifest.rows("train"),
             manifest.rows("evaluation"),
             f"the shards {directory}" if directory else f"the shards in the cache, {cache / manifest.key}",
-            shard_bytes=sum(file.bytes for file in files),
+            shard_bytes=sum(file.bytes for file in manifest.all_files),
         )
     # one row is asked for: all are counted on the way where the source is small
     counts = read_first_rows(config, read_training_signature(config.model), 1).counts

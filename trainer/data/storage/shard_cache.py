@@ -276,9 +276,7 @@ def _download(file: StoredFile, partial: Path, is_over: Callable[[], bool], *, t
             remote = RemoteFile(file.url, file.url.rpartition("/")[2], file.bytes, {})
             if not download_to(remote, partial, is_over):
                 raise too_late
-        except ServerUnavailable:
-            raise
-        except StorageUnavailable:
+        except (ServerUnavailable, StorageUnavailable):
             raise
         except RuntimeUnavailable as error:
             if (size := _size_at(file.url)) not in (None, file.bytes):

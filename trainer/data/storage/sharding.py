@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.config.sections.data import DataConfig
@@ -51,7 +51,7 @@ from onward.trainer.data.storage.recipe import Recipe, recipe_of, stored_columns
 from onward.trainer.data.storage.shard_cache import server_of
 from onward.trainer.data.storage.shard_space import check_space
 from onward.trainer.data.storage.sharding_progress import Report
-from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, Split, manifest_problems
+from onward.trainer.data.storage.shards import SHARD_VERSION, ShardManifest, manifest_problems
 from onward.trainer.data.storage.written_parts import StepRunner, is_divided
 from onward.trainer.data.storage.written_shards import write_shards
 from onward.trainer.errors import DataError, OnwardError, RuntimeUnavailable
@@ -266,7 +266,7 @@ def _known_source(recipe: Recipe, located: Sequence[sources.Source], cache: Path
 
 def _known_shards(directory: Path, manifest: ShardManifest) -> tuple[Path, object, list[Path]]:
     """Return by what shards are known to be intact, as `once_read` takes it."""
-    files = [directory / file.name for split in get_args(Split) for file in manifest.files(split)]
+    files = [directory / file.name for file in manifest.all_files]
     return directory.parent / KNOWN, ["shards", manifest.model_dump_json()], files
 
 

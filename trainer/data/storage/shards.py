@@ -30,7 +30,7 @@ from onward.trainer.data.formats.arrow_shards import ArrowFiles, ArrowReader
 from onward.trainer.data.formats.finished_shards import FILES_TOGETHER, MANIFEST
 from onward.trainer.data.formats.page_advice import advise_file
 from onward.trainer.data.formats.tensorproto_files import ProtoFiles, ProtoReader
-from onward.trainer.data.schema.columns import Array, Column, Schema, Values
+from onward.trainer.data.schema.columns import Array, Column, Schema, Values, joined, rows_at
 from onward.trainer.data.schema.fitted import Fitted
 from onward.trainer.data.schema.permutation import hash_key, keyed_hash
 from onward.trainer.data.storage.soft_labels import SoftLabelFiles
@@ -235,7 +235,7 @@ class Shards:
         parts = [self._rows_of(group, rows[here]) for group, here in zip(groups, places, strict=True)]
         # order[i] is where row i is in the concatenation of the parts
         order = np.argsort(np.concatenate(places))
-        return {name: _concatenated([part[name] for part in parts], order) for name in self.columns}
+        return {name: rows_at(joined([part[name] for part in parts]), order) for name in self.columns}
 
     def _rows_of(self, files: Array, rows: Array) -> dict[str, Values]:
         with self._opening:
@@ -354,14 +354,6 @@ class Shards:
         # a thread may read from it after it was closed here; the lock ends with the mapping
         weakref.finalize(reader, os.close, descriptor)
         return reader
-
-
-def _concatenated(parts: list[Values], order: Array) -> Values:
-    if isinstance(parts[0], np.ndarray):
-        joined: Array = np.concatenate(parts)[order]
-        return joined
-    rows = [row for part in parts for row in part]
-    return [rows[at] for at in order]
 
 
 def _few(num_rows: int, most: int) -> Array:

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -361,13 +361,6 @@ def _results(run: RunSteps, steps: Iterable[PartStep], seen: Callable[[StepResul
     return in_order
 
 
-class _Rows(NamedTuple):
-    """Rows of a split, counted over all parts."""
-
-    first: int
-    end: int
-
-
 def _joins(counts: Mapping[str, Sequence[int]], rows_per_file: int, rows_per_step: int, most: int) -> list[Join]:
     """Return the steps that join the parts of each split. counts: split -> rows of each part."""
     total = sum(map(sum, counts.values()))
@@ -378,16 +371,16 @@ def _joins(counts: Mapping[str, Sequence[int]], rows_per_file: int, rows_per_ste
         # part k has the rows starts[k] .. starts[k + 1] - 1
         starts = [0, *accumulate(each)]
         for first in range(0, starts[-1], size):
-            wanted = _Rows(first, min(first + size, starts[-1]))
-            begins = int(np.searchsorted(starts, wanted.first, side="right")) - 1
-            ends = int(np.searchsorted(starts, wanted.end, side="left"))
+            end = min(first + size, starts[-1])
+            begins = int(np.searchsorted(starts, first, side="right")) - 1
+            ends = int(np.searchsorted(starts, end, side="left"))
             joins.append(
                 Join(
                     split=split,
                     first_file=first // rows_per_file,
                     parts=tuple(number for number in range(begins, ends) if each[number]),
-                    skip=wanted.first - starts[begins],
-                    rows=wanted.end - wanted.first,
+                    skip=first - starts[begins],
+                    rows=end - first,
                 )
             )
     return joins

@@ -75,7 +75,7 @@ class ClassNames(FittedComputer):
         self._name = column.name
         self._as_text = as_text
         self._ignored = ignored
-        self._is_boolean = column.dtype == "bool"
+        self._is_boolean = column.dtype == "bool" and not as_text
         self.reads = {column.name: ColumnType(TEXT) if as_text else ColumnType("int64")}
         self.makes = self.consumed = frozenset({column.name})
         self.digest = json.dumps(["class names", column.name, as_text, ignored, names and list(names)])

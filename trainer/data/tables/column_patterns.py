@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+from onward.trainer.config.section import as_tuple
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.errors import ConfigError
 
@@ -86,10 +87,6 @@ def _matches(pattern: str, columns: Sequence[str]) -> list[str]:
 
 def is_pattern(name: str) -> bool:
     return bool(set(name) & set("*?[")) or name.startswith("!")
-
-
-def as_tuple(names: Names) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
 
 
 def _shown(names: Names | Sequence[str]) -> str:

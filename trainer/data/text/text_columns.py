@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from onward.trainer.config.losses import LossConfig
+from onward.trainer.config.section import as_tuple
 from onward.trainer.config.sections.data import DataConfig
 from onward.trainer.config.sections.model import ModelConfig
 from onward.trainer.config.sections.text import PACKED, TextConfig, TextRole
@@ -42,8 +43,7 @@ class TextColumns:
     @property
     def sources(self) -> tuple[str, ...]:
         """Return the columns of texts."""
-        columns = self.config.columns
-        return (columns,) if isinstance(columns, str) else columns
+        return as_tuple(self.config.columns)
 
     @property
     def read(self) -> dict[str, ColumnType]:

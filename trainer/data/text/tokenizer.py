@@ -87,10 +87,8 @@ def open_tokenizer(path: Path) -> OpenTokenizer:
             raise ValueError("it has no key 'model'")
         library = Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare exceptions
-        others = [
-            name for name in ("tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt") if name == file.name
-        ]
-        hint = f"{others[0]} is another file of a tokenizer; " if others else ""
+        is_other = file.name in ("tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt")
+        hint = f"{file.name} is another file of a tokenizer; " if is_other else ""
         raise ConfigError(
             f"data.text.tokenizer: {file} is not a tokenizer.json of Hugging Face's tokenizers library: {error}; {hint}"
             "give the file that `tokenizer.save_pretrained(...)` or `Tokenizer.save(...)` writes"

@@ -24,9 +24,9 @@ from torch import Tensor
 from onward.trainer.config.distillation import SoftLoss
 from onward.trainer.config.losses import LossConfig, titles
 from onward.trainer.data.batches.batches import Batch
-from onward.trainer.data.schema.class_axis import Dims, find_class_axis
+from onward.trainer.data.schema.class_axis import find_class_axis
 from onward.trainer.data.schema.detection_grids import size_of
-from onward.trainer.data.schema.label_axes import check_axes, check_elements
+from onward.trainer.data.schema.label_axes import Dims, check_axes, check_elements
 from onward.trainer.data.schema.target_counts import soft_axis, target_counter, without_lengths
 from onward.trainer.data.sequence_lengths import sequence_problems
 from onward.trainer.errors import ConfigError, DataError, few

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onward.trainer.config.distillation import SoftLoss
-from onward.trainer.data.schema.class_axis import Dims, find_class_axis
-from onward.trainer.data.schema.label_axes import fits
+from onward.trainer.data.schema.class_axis import find_class_axis
+from onward.trainer.data.schema.label_axes import Dims, fits
 from onward.trainer.errors import ConfigError
 from onward.trainer.model.losses.loss_formulas import as_rows
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from onward.trainer.export.measuring.differences import output_difference
 from onward.trainer.export.measuring.kernel_rounding import exact_form
-from onward.trainer.export.model_file import ModelFile
+from onward.trainer.export.model_file import ModelFile, proto_of
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.surgery.stochastic_depth import random_nodes
 from onward.trainer.onnx_graph.surgery.training_norms import training_norms
@@ -118,7 +118,7 @@ def guard(guarded: Guarded, *, seed: int = 0) -> Guard:
 
 def _compare_values(guarded: Guarded, left_out: list[str]) -> tuple[list[str], float]:
     """Return the sizes at which file and module agree, and the greatest difference."""
-    proto = guarded.file.proto if isinstance(guarded.file, ModelFile) else guarded.file
+    proto = proto_of(guarded.file)
     opened = guarded.file.path if isinstance(guarded.file, ModelFile) else guarded.file
     if names := random_nodes(proto):
         left_out.append(f"values at other sizes were not compared: {len(names)} nodes draw random numbers")

@@ -25,7 +25,7 @@ from onward.trainer.diagnostics.doctor import Diagnosis
 from onward.trainer.errors import ConfigError, reason_of
 from onward.trainer.export.measuring.helper_nodes import costly_helpers
 from onward.trainer.export.measuring.kernel_rounding import exact_form
-from onward.trainer.export.model_file import ModelFile, full_copy
+from onward.trainer.export.model_file import ModelFile, full_copy, proto_of
 from onward.trainer.model.first_output_units import with_first_units
 from onward.trainer.model.trainable import TrainableModel, merged_module, open_trainable
 from onward.trainer.onnx_graph.outputs import readable_output
@@ -78,7 +78,7 @@ def guarded_file(
         module.zero_grad(set_to_none=True)
         return found
 
-    proto = file.proto if isinstance(file, ModelFile) else file
+    proto = proto_of(file)
     why = why_not_derived(proto, module)
     batch = len(inputs[0]) if inputs and inputs[0].ndim else 1
     # a batch and a single row: a node that mixes rows gives other results for one of them
@@ -117,7 +117,7 @@ def guarded_run(
         return found
 
     assigns = any(each.rule.has_grid for each in [loss.config for loss in graph.losses.each])
-    proto = file.proto if isinstance(file, ModelFile) else file
+    proto = proto_of(file)
     why = why_not_derived(proto, module)
     if graph.module is not module:
         why = "with a teacher, the loss depends on a second model"
@@ -229,14 +229,14 @@ def _opened(path: Path, config: RunConfig | None, folder: Path) -> Guarded:
     file = _with_rows_first(part_in_inference_form(trainable, config.model, config.losses, folder), config.model)
     if inputs is None:
         inputs = _made_up(file, trainable.module)
-    proto = file.proto if isinstance(file, ModelFile) else file
+    proto = proto_of(file)
     sizes = (len(inputs[0]),) if declared_batch(proto.graph) else ()
     return guarded_file(file, trainable.module, inputs, rows=sizes, tolerance=config.export.tolerance)
 
 
 def _with_rows_first(file: ModelFile | onnx.ModelProto, model: ModelConfig) -> ModelFile | onnx.ModelProto:
     """Return a file that is fed the rows of the data alone: bound inputs are constants, and rows are on axis 0."""
-    proto = file.proto if isinstance(file, ModelFile) else file
+    proto = proto_of(file)
     if rows_first(proto, model) is proto:
         return file
     return rows_first(full_copy(file), model)
@@ -244,7 +244,7 @@ def _with_rows_first(file: ModelFile | onnx.ModelProto, model: ModelConfig) -> M
 
 def _made_up(file: ModelFile | onnx.ModelProto, module: ImportedGraph) -> tuple[Tensor, ...]:
     """Return the first made-up rows on which the module runs. Raises ValueError if there are none."""
-    proto = file.proto if isinstance(file, ModelFile) else file
+    proto = proto_of(file)
     number = declared_batch(proto.graph) or ROWS
     for inputs in made_up_rows(proto, number):
         # made-up values may be out of range for some node: the next kind of values is tried

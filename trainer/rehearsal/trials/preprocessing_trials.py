@@ -43,7 +43,7 @@ from onward.trainer.data.storage.first_rows import FirstRows, read_first_rows
 from onward.trainer.errors import ConfigError, Refused
 from onward.trainer.export.measuring.evaluation_data import EvaluationData
 from onward.trainer.export.measuring.onnx_runner import OnnxRunner
-from onward.trainer.export.model_file import ModelFile, trained_part
+from onward.trainer.export.model_file import ModelFile, proto_of, trained_part
 from onward.trainer.model.choose_fixed_batch import use_of_part
 from onward.trainer.model.losses.dense_heads.assigned import overlaps
 from onward.trainer.model.losses.loss import Loss, Losses
@@ -87,7 +87,7 @@ def try_preprocessings(config: RunConfig, rows: int, *, limit_s: float = math.in
     with tempfile.TemporaryDirectory(prefix="onward-trials-") as folder:
         file = ModelFile.read(config.model.path)
         part = trained_part(file.proto, file.path, Path(folder), config.model)
-        proto = part.proto if isinstance(part, ModelFile) else part
+        proto = proto_of(part)
         if declared_batch(proto.graph) and (use := use_of_part(proto, config.model, config.lora)).kind == "joint":
             raise ConfigError(
                 f"the file declares a batch of {use.declared} and its rows depend on each other ({use.reason}): "

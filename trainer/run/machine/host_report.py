@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import ipaddress
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
@@ -31,6 +29,7 @@ from pathlib import Path
 
 import psutil
 
+from onward.trainer.run.machine.this_machine import torch_version
 from onward.trainer.run.record_base import Record
 
 LINE = "onward host: "
@@ -123,7 +122,7 @@ def source_digest() -> str:
 
 def _versions(question: HostQuestion) -> Iterator[tuple[str, str]]:
     yield "Python", platform.python_version()
-    yield "torch", _torch_version()
+    yield "torch", torch_version() or "none"
     for name in COMPARED:
         # what is missing on all hosts is not needed
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -135,16 +134,6 @@ def _versions(question: HostQuestion) -> Iterator[tuple[str, str]]:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             said = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_S).stdout
             yield LAUNCHER, (said.strip().splitlines() or ["unknown"])[0]
-
-
-def _torch_version() -> str:
-    """Return the version that torch gives itself, without importing it, which takes seconds."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
-        return "none"
-    path = Path(found.origin).with_name("version.py")
-    said = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", path.read_text() if path.exists() else "", re.MULTILINE)
-    return said[1] if said else metadata.version("torch")
 
 
 def _problems(question: HostQuestion, *, has_own_home: bool) -> Iterator[str]:

@@ -59,7 +59,7 @@ def _record(path: Path, attempt: int, host: str, done: threading.Event) -> None:
         ended = False
         while not ended:
             ended = done.wait(period_s)  # and one last line
-            line = line + 1
+            line += 1
             period_s = PERIOD_S
             writer.emit(Usage(step=line, node=host, values=usage.now()))
         writer.close()

@@ -129,8 +129,7 @@ def most_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path(
     version = _torch_version()
     # read as a file, because importing torch takes seconds
     if version and not re.search(r"^(cuda|hip)\b.*= ['\"]", version, re.MULTILINE):
-        named = re.search(r"__version__ = '(.*)'", version)
-        return 0, f"the installed torch {named[1] if named else ''} is built for CPUs only"
+        return 0, f"the installed torch {torch_version()} is built for CPUs only"
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         # torch takes those before the first invalid one
@@ -141,6 +140,12 @@ def most_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path(
         return None, ""
     number = sum(re.fullmatch(r"nvidia\d+", each.name) is not None for each in devices.glob("nvidia*"))
     return number, f"there {'is' if number == 1 else 'are'} {number or 'no'} {devices}/nvidia*"
+
+
+def torch_version() -> str:
+    """Return the version that torch gives itself, without importing it, which takes seconds; "" if it is not known."""
+    found = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", _torch_version(), re.MULTILINE)
+    return found[1] if found else ""
 
 
 def _torch_version() -> str:
@@ -163,10 +168,9 @@ def machine_text() -> str:
     cores = min(len(os.sched_getaffinity(0)), core_limit() or math.inf)
     cards = sorted(_gpu_names())
     parts = [socket.gethostname(), found[1] if found else platform.machine(), f"{cores:g} cores", *cards]
-    version = re.search(r"__version__ = '(.*)'", _torch_version())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     parts += [f"CUDA_VISIBLE_DEVICES={visible}"] if visible is not None else []
-    return ", ".join([*parts, f"torch {version[1] if version else 'unknown'}"])
+    return ", ".join([*parts, f"torch {torch_version() or 'unknown'}"])
 
 
 def _gpu_names(cards: Path = Path("/proc/driver/nvidia/gpus")) -> Iterator[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -99,23 +100,22 @@ def slowest_nodes(profiles: Iterable[StepProfile], most: int = 10) -> list[Profi
 
     A node that several ranks compute, because they are replicas or tensor parallel, counts with their mean.
     """
-    found: dict[str, list[ProfileRow]] = {}
-    for profile in profiles:
-        for row in profile.rows:
-            if row.kind == "node":
-                found.setdefault(row.name, []).append(row)
     # ranks that compute a node together do so at the same time, so their times are not added
-    return sorted(map(_mean, found.values()), key=lambda row: -row.ms)[:most]
+    return _means(profiles, "node")[:most]
 
 
 def other_rows(profiles: Iterable[StepProfile]) -> list[ProfileRow]:
     """Return what is not a node, with the mean over the ranks."""
-    profiles = list(profiles)
-    found: dict[str, list[ProfileRow]] = {}
+    return _means(profiles, "other")
+
+
+def _means(profiles: Iterable[StepProfile], kind: str) -> list[ProfileRow]:
+    """Return the rows of a kind, each as the mean over the ranks that have it, the slowest first."""
+    found = defaultdict[str, list[ProfileRow]](list)
     for profile in profiles:
         for row in profile.rows:
-            if row.kind == "other":
-                found.setdefault(row.name, []).append(row)
+            if row.kind == kind:
+                found[row.name].append(row)
     return sorted(map(_mean, found.values()), key=lambda row: -row.ms)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from onward.trainer.errors import OnwardError
-from onward.trainer.run.directory import RunDir, onward_home
+from onward.trainer.run.directory import PathInside, RunDir, onward_home
 from onward.trainer.run.records import Record, read_record, record_if_written
 
 log = logging.getLogger(__name__)
@@ -141,21 +141,10 @@ class SweepDir:
         """Return the directory of a sweep of this home."""
         return cls(onward_home() / "sweeps" / sweep_id)
 
-    @property
-    def lock(self) -> Path:
-        return self.root / "lock"
-
-    @property
-    def sweep(self) -> Path:
-        return self.root / "sweep.json"
-
-    @property
-    def identity(self) -> Path:
-        return self.root / "identity.json"
-
-    @property
-    def result(self) -> Path:
-        return self.root / "result.json"
+    lock = PathInside("lock")
+    sweep = PathInside("sweep.json")
+    identity = PathInside("identity.json")
+    result = PathInside("result.json")
 
     def trial(self, number: int) -> Path:
         return self.root / "trials" / f"{number:04d}.json"

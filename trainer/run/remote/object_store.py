@@ -22,7 +22,7 @@ from onward.trainer.errors import DataError, OnwardError, RuntimeUnavailable
 from onward.trainer.run.durable_files import durable_file, fsync, sha256, write_durably
 from onward.trainer.run.outcomes.storage import storage_error
 from onward.trainer.run.remote.remote_files import checksums, download_to
-from onward.trainer.run.remote.stores import RemoteFile, explained, open_store, status_of
+from onward.trainer.run.remote.stores import RemoteFile, explained, open_store, status_of, upload
 
 PART_BYTES = 16 << 20
 """Of an object that is sent in parts. fsspec would hold ten parts of 50 MB in memory."""
@@ -199,14 +199,7 @@ class Bucket:
 
     def put(self, name: str, source: Path) -> None:
         """Send a local file, and compare its size in the store."""
-        size = source.stat().st_size
-        with self._opened(name, "written") as (store, path):
-            store.put_file(str(source), path, **self._parts)
-            # fsspec could answer with the size of an older object that it has listed before
-            store.invalidate_cache()
-            # the answer to an upload does not prove that all of it arrived
-            if (found := store.info(path)["size"]) != size:
-                raise RuntimeUnavailable(f"{self.shown}/{name} has {found} bytes after writing {size}")
+        upload(source, f"{self._url}/{name}", self._parts)
 
     def get(self, name: str, size: int, target: Path) -> None:
         """Download an object of this size to a local path; what an interrupted download left there is kept."""

@@ -304,8 +304,8 @@ class _Bar:
     def add(self, size: int, *, came: bool = True) -> None:
         """Count bytes; those that a file has already, or loses again, did not come now."""
         with self._lock:
-            self._done = self._done + size
-            self._came = self._came + size * came
+            self._done += size
+            self._came += size * came
             now = time.monotonic()
             if now - self._shown_at < (0.2 if self._terminal else LOG_PERIOD_S):
                 return

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -92,11 +93,15 @@ def file_beside(url: str, name: str) -> RemoteFile:
     return replace(file, name=name)
 
 
-def upload(source: Path, url: str) -> None:
-    """Write a local file to a URL, and check its size there. Raises RuntimeUnavailable or DataError."""
+def upload(source: Path, url: str, parts: Mapping[str, int] = MappingProxyType({})) -> None:
+    """Write a local file to a URL, and check its size there. Raises RuntimeUnavailable or DataError.
+
+    parts: how it is sent in parts, as fsspec's file system of the store takes it.
+    """
     with explained(url, "written"):
         store, path = open_store(url)
-        store.put_file(str(source), path)
+        store.put_file(str(source), path, **parts)
+        # fsspec could answer with the size of an older object that it has listed before
         store.invalidate_cache()
         # the size is asked for anew, because the answer to an upload does not prove that all of it arrived
         if (size := store.info(path)["size"]) != source.stat().st_size:

@@ -21,7 +21,8 @@ from onward.trainer.data.images.image_batches import ImageBatches
 from onward.trainer.data.images.image_decoding import decode_image
 from onward.trainer.data.images.image_inputs import image_inputs, mixed_labels
 from onward.trainer.data.schema.batch_transforms import Samples
-from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo, read_training_signature
+from onward.trainer.data.schema.label_axes import Dims
+from onward.trainer.data.schema.signature import Signature, TensorInfo, read_training_signature
 from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.data.storage.sharding import make_training_shards
 from onward.trainer.diagnostics.config_check import check_files_and_data

@@ -10,7 +10,8 @@ import pytest
 from onward.trainer.config.loading import build_config
 from onward.trainer.config.run_config import RunConfig
 from onward.trainer.data.images.image_inputs import ImageInput, image_inputs
-from onward.trainer.data.schema.signature import Dims, Signature, TensorInfo
+from onward.trainer.data.schema.label_axes import Dims
+from onward.trainer.data.schema.signature import Signature, TensorInfo
 from onward.trainer.errors import ConfigError
 
 LOGITS = TensorInfo("logits", "float32", (None, 4))

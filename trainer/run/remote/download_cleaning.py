@@ -8,6 +8,7 @@ CACHE/.KEY.lock          empty                   always kept: another process ma
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -46,10 +47,13 @@ def clean(cache: Path, needed: Collection[Path], days: float) -> Cleaned:
             continue
         # another process may be writing a part of a file
         least_days = max(days, 1.0) if entry.name.startswith(".") else days
-        is_kept = entry.name in kept_keys or entry.stat().st_mtime > now - least_days * DAY_S
-        sizes[is_kept].append(_bytes(entry))
-        if not is_kept:
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        # which it renames when it is whole
+        with contextlib.suppress(FileNotFoundError):
+            is_kept = entry.name in kept_keys or entry.stat().st_mtime > now - least_days * DAY_S
+            size = _bytes(entry)
+            if not is_kept:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            sizes[is_kept].append(size)
     return Cleaned(len(sizes[False]), sum(sizes[False]), len(sizes[True]), sum(sizes[True]))
 
 

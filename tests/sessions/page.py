@@ -20,7 +20,8 @@ is wide are not wrapped here.
 VARYING = (
     (r"\blayout +id$", "layout"),  # the last column of `onward runs` fits or not, as times are long or short
     (r"(\dx\dx\d) +[0-9a-f]{8}$", r"\1"),
-    (r"  node \d.*$", ""),  # MLflow measures the node's memory first after some seconds, and the training may be over by then
+    # MLflow measures the node's memory first after some seconds, and the training may be over by then
+    (r"  node \d.*$", ""),
     (r"[━─]+", "BAR"),
     (r"[▁▂▃▄▅▆▇█]+", "CURVE"),
     (r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", "ID"),

@@ -58,7 +58,7 @@ from onward.trainer.run.export_folder import changes_in, example_in, samples_in,
 from onward.trainer.run.history import RunHistory
 from onward.trainer.run.outcomes.refusals import refusal_in, refusal_of
 from onward.trainer.run.outcomes.storage import says_storage, storage_error
-from onward.trainer.run.recorded.exported_files import not_ours, remember
+from onward.trainer.run.recorded.exported_files import not_ours, remember, variant_beside
 from onward.trainer.run.records import (
     CheckpointInfo,
     ExportedModel,
@@ -283,7 +283,7 @@ def copy_to(
     if problems := export_conflicts(target, source, [variant.kind for variant in written]):
         raise RuntimeUnavailable(f"cannot write the exported file to {target}: {why}" for why in problems)
     # everything beside the file is named after it, so that several exported files can share a directory
-    places = {variant.kind: target.with_name(f"{target.stem}.{variant.kind}.onnx") for variant in written}
+    places = {variant.kind: variant_beside(target, variant.kind) for variant in written}
     copies = {file: folder / file.relative_to(exported.path.parent) for file in exported.beside}
     copies |= {file: target.with_name(f"{target.stem}.training") / file.name for file in exported.training}
     copies |= {file: target.with_name(f"{target.stem}.preprocessing") / file.name for file in exported.preprocessing}

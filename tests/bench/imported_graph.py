@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onward.trainer.config.sections.model import GraphConfig
-from onward.trainer.model.compile import accelerate
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.driver import to_module
 from tests.bench.handwritten import BERT, GPT2, Block, exported
+from tests.support.accelerated import accelerate
 
 WIDTH, HEADS, LAYERS, LENGTH, VOCABULARY, CLASSES = 128, 4, 3, 64, 512, 10
 SIZES = {"vocabulary": VOCABULARY, "length": LENGTH, "layers": LAYERS, "heads": HEADS, "width": WIDTH}

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 
 from onward.trainer.config.sections.model import GraphConfig
-from onward.trainer.model.compile import accelerate
 from onward.trainer.onnx_graph.examples.reference_models import build_squeezenet
 from onward.trainer.onnx_graph.examples.small_models import build_resnet18, build_unet
 from onward.trainer.onnx_graph.torchvision_import import import_torchvision
 from onward.trainer.onnx_import.driver import to_module
 from tests.bench.handwritten import exported
+from tests.support.accelerated import accelerate
 
 CLASSES = 10
 ROUND_S = 0.5

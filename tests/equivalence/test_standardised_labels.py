@@ -19,6 +19,7 @@ from onward.trainer.data.storage.opened_shards import open_shards
 from onward.trainer.errors import ConfigError, DataError
 from onward.trainer.export import exported_model as export
 from onward.trainer.export.export_commands import evaluation_data
+from onward.trainer.export.run_as_read import RunAsRead
 from onward.trainer.model.first_output_units import choose_output_units
 from onward.trainer.onnx_graph.surgery.output_units import has_label_units
 from onward.trainer.run.directory import RunDir, read_config
@@ -190,7 +191,7 @@ def test_the_files_that_train_without_torch_have_the_same_loss(tmp_path: Path, k
     train_run(run)
     file = exported(run)
     weights = {name.removeprefix("model/"): t for name, t in final_tensors(run).items() if name.startswith("model/")}
-    export.export_training(run, export.Checkpoint(24, weights), folder=tmp_path / "training")
+    export.export_training(run, export.Checkpoint(24, weights), folder=tmp_path / "training", opened=RunAsRead.of(run))
     held_out = open_shards(run.shards, "evaluation").read(np.arange(24))
     session = onnxruntime.InferenceSession(tmp_path / "training" / "model_with_loss.onnx")
     feeds = {each.name: held_out["features" if each.name == "features" else "label"] for each in session.get_inputs()}

@@ -169,9 +169,9 @@ def _node_changes(a: onnx.GraphProto, b: onnx.GraphProto) -> Iterator[NodeChange
     found = {id(counterpart) for _, counterpart in pairs}
     yield from (_node_change(node, "added") for node in after.values() if id(node) not in found)
     kept = [_key(counterpart) for _, counterpart in pairs if counterpart is not None]
+    known = set(kept)
     # the order of the nodes that both files have, so that an added one does not shift all others
-    order = [key for key in after if key in set(kept)]
-    if kept != order:
+    if kept != [key for key in after if key in known]:
         yield NodeChange(node="", operator="", change="the order of nodes differs")
 
 
@@ -256,11 +256,7 @@ def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto,
         same = [_content(*side) for side in (a, b)]
         return None if same[0] == same[1] else TensorChange(name=name, change="values", before=shape, after=shape)
     changed = 0
-    greatest = 0.0
-    moved = 0.0
-    was = 0.0
-    now = 0.0
-    dot = 0.0
+    greatest = moved = was = now = dot = 0.0
     # sums in float64 over chunks: external data may be larger than memory
     for x, y in zip(read_chunks(*a), read_chunks(*b), strict=True):
         # as integers, because NaN differs from itself and -0.0 equals 0.0
@@ -275,9 +271,9 @@ def _tensor_change(name: str, a: tuple[TensorProto, Path], b: tuple[TensorProto,
                 greatest = greatest if furthest <= greatest else furthest  # NaN is the greatest
                 moved += float(difference @ difference)
             # over all elements, and not the changed ones alone: relative change and angle are those of the whole tensor
-            was = was + float(x @ x)
-            now = now + float(y @ y)
-            dot = dot + float(x @ y)
+            was += float(x @ x)
+            now += float(y @ y)
+            dot += float(x @ y)
     if not changed:
         return None
     # without a length neither a ratio nor an angle is defined

@@ -13,7 +13,7 @@ from onward.trainer.onnx_graph.files.index import locations
 from onward.trainer.onnx_graph.files.model_files import read_model
 from onward.trainer.run.directory import onward_home
 from onward.trainer.run.home import nearest_existing
-from onward.trainer.run.recorded.exported_files import not_ours
+from onward.trainer.run.recorded.exported_files import not_ours, variant_beside
 from onward.trainer.run.remote.stores import refuse_unwritable
 
 
@@ -23,11 +23,7 @@ def url_conflicts(url: str) -> list[str]:
         return [
             f"export.path: {redacted(url)} names no file; name the file to write, such as {redacted(url)}/model.onnx"
         ]
-    try:
-        refuse_unwritable(url)
-    except Refused as error:
-        return [f"export.path: {problem}" for problem in error.problems]
-    return []
+    return _unwritable("export.path", url)
 
 
 def store_problems(store: str) -> list[str]:
@@ -36,10 +32,14 @@ def store_problems(store: str) -> list[str]:
         return []
     if not url_of(store):
         return [] if is_writable(Path(store)) else [f"checkpoint.store: cannot write to {store}"]
+    return _unwritable("checkpoint.store", store)
+
+
+def _unwritable(setting: str, url: str) -> list[str]:
     try:
-        refuse_unwritable(store)
+        refuse_unwritable(url)
     except Refused as error:
-        return [f"checkpoint.store: {problem}" for problem in error.problems]
+        return [f"{setting}: {problem}" for problem in error.problems]
     return []
 
 
@@ -55,7 +55,7 @@ def export_conflicts(target: Path, source: Path | None, variants: Iterable[str] 
     # an absent model is reported elsewhere, and nothing can be overwritten
     if source is None or not source.is_file():
         return []
-    places = [target, *(target.with_name(f"{target.stem}.{kind}.onnx") for kind in variants)]
+    places = [target, *(variant_beside(target, kind) for kind in variants)]
     problems = [
         f"{place} is the model that is trained; choose another name" for place in places if _same(place, source)
     ]
@@ -82,7 +82,7 @@ def files_in_the_way(target: Path, variants: Iterable[str] = (), others: Iterabl
 
     A file that an export has left there may be replaced.
     """
-    places = [target, *(target.with_name(f"{target.stem}.{kind}.onnx") for kind in variants), *others]
+    places = [target, *(variant_beside(target, kind) for kind in variants), *others]
     # each export remembers what it has written where, with its digest
     foreign = not_ours(places)
     if target in foreign and _is_export_of_a_run(target):

@@ -101,28 +101,6 @@ class Placement:
             offset += last - first
         return Placement(self.shape, (*self.intervals[:dim], tuple(held), *self.intervals[dim + 1 :]))
 
-    def divide(self, dim: int, blocks: Sequence[int], rank: int, size: int) -> Placement:
-        """Return the placement of rank `rank` when `size` ranks shard the local tensor along `dim`.
-
-        blocks: lengths of consecutive blocks that fill the dimension; the rank holds its interval of each of them.
-        """
-        assert sum(blocks) == self.local_shape[dim], (blocks, self.local_shape, dim)
-        held: list[Interval] = []
-        offset = 0
-        for length in blocks:
-            # each block is divided by itself, such as the queries, keys and values of a fused weight
-            start, stop = share(length, rank, size)
-            held += self.narrow(dim, offset + start, offset + stop).intervals[dim]
-            offset += length
-        # merge neighbouring intervals, so that equal parts have equal placements
-        joined: list[Interval] = []
-        for start, stop in held:
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        return Placement(self.shape, (*self.intervals[:dim], tuple(joined), *self.intervals[dim + 1 :]))
-
     def boxes(self) -> Iterator[tuple[Box, Box]]:
         """Yield (box in the local tensor, box in the full tensor) of each contiguous piece; none for an empty part."""
         dims = []

@@ -193,9 +193,7 @@ def _with_class_names(
 ) -> onnx.ModelProto:
     """Write the class names of the data into the metadata, in place, where all losses of classes have the same ones."""
     fitted = data.rows.fitted if data.rows else {}
-    of_classes = [loss for loss in losses if loss.has_classes]
-    of_objects = [loss for loss in losses if loss.rule.labels == "objects"]
-    found = {class_names(loss, fitted) for loss in (*of_classes, *of_objects)}
+    found = {class_names(loss, fitted) for loss in losses if loss.has_classes or loss.rule.labels == "objects"}
     # several heads may have classes of their own
     names = found.pop() if len(found) == 1 else ()
     if all(name.isdecimal() for name in names):
@@ -294,7 +292,7 @@ def examine(
         log.warning("the report will lack samples or changes of weights: %s: %s", type(error).__name__, error)
 
 
-def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path, opened: RunAsRead | None = None) -> None:
+def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path, opened: RunAsRead) -> None:
     """Write the files that continue training without torch into `folder`: the graph in its training form.
 
     opened: as in `export`. Raises UnsupportedModel, ExportRefused or ConfigError; no file is written then.
@@ -302,7 +300,6 @@ def export_training(run: RunDir, checkpoint: Checkpoint, *, folder: Path, opened
     from onward.trainer.export.training.files import write_artifacts
 
     refuse_left_out(read_config(run, "given").left_out, "optimizer.")  # optimizer.onnx would make other steps
-    opened = opened or RunAsRead.of(run)
     config, source = opened.config, opened.source.path
     trainable = open_trainable(config, source=opened.source)
     load_weights(trainable.module, checkpoint.weights)

@@ -43,6 +43,9 @@ PARITY_BATCHES = 4
 """Evaluation batches on which onnxruntime and the trained module are compared: an error of the export shows in each."""
 ROUNDED: dict[int, torch.dtype] = {TensorProto.FLOAT16: torch.float16, TensorProto.BFLOAT16: torch.bfloat16}
 """Stored types that fp32 weights are rounded to."""
+MODEL_FIELDS = {"opset_import": "opsets", "metadata_props": "metadata entries", "functions": "functions"}
+GRAPH_FIELDS = {name: f"{name}s" for name in ("input", "output", "node", "initializer")}
+"""Fields whose entries are compared one by one, and what messages call them."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,9 @@ def verify(written: ModelFile, expected: Expected, *, data: EvaluationData, conf
     different = runner.compare(expected.module, batches=PARITY_BATCHES, tolerance=config.tolerance)
     part = written.proto if isinstance(trained_part, ModelFile) else trained_part
     # else the user would look for a numerical error, where no two runs of the file agree
-    different += noise_inside_bodies(part) if different else []
-    if problems := [*problems, *different]:
+    if different:
+        problems += [*different, *noise_inside_bodies(part)]
+    if problems:
         raise ExportRefused(problems)
     return runner
 
@@ -132,21 +136,12 @@ def _fields(model: onnx.ModelProto, weights: Collection[str]) -> dict[str, list[
             # the fields that hold values of trained types; names, shapes and types stay and are compared
             for field in ("raw_data", "float_data", "int32_data", "double_data"):
                 tensor.ClearField(field)
-    fields = {
-        "opsets": rest.opset_import,
-        "metadata entries": rest.metadata_props,
-        "functions": rest.functions,
-        "inputs": rest.graph.input,
-        "outputs": rest.graph.output,
-        "nodes": rest.graph.node,
-        "initializers": rest.graph.initializer,
-    }
-    found = {what: [entry.SerializeToString(deterministic=True) for entry in fields[what]] for what in fields}
-    # what is left, such as names and versions, is compared as one field
-    for what in ("opset_import", "metadata_props", "functions"):
-        rest.ClearField(what)
-    for what in ("input", "output", "node", "initializer"):
-        rest.graph.ClearField(what)
+    found = {}
+    for holder, fields in ((rest, MODEL_FIELDS), (rest.graph, GRAPH_FIELDS)):
+        for field, what in fields.items():
+            found[what] = [entry.SerializeToString(deterministic=True) for entry in getattr(holder, field)]
+            # what is left, such as names and versions, is compared as one field
+            holder.ClearField(field)
     return found | {"further fields": [rest.SerializeToString(deterministic=True)]}
 
 

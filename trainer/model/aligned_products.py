@@ -41,14 +41,13 @@ def aligned_matmul(x: Tensor, weight: Tensor) -> Tensor:
     return aligned_linear(x, weight.t())
 
 
-def align_products(graph: ImportedGraph, device: torch.device) -> int:
-    """Replace the large products of a cast weight whose output features are not aligned, in place; return how many.
+def align_products(graph: ImportedGraph, device: torch.device) -> None:
+    """Replace the large products of a cast weight whose output features are not aligned, in place.
 
     Does nothing on a CPU, whose kernels do not need it.
     """
     if device.type != "cuda":
-        return 0
-    replaced = 0
+        return
     for product, operand in casts_with_products(graph):
         # both functions have the weight as their second operand, in one layout or the other
         target: Any = None
@@ -60,6 +59,4 @@ def align_products(graph: ImportedGraph, device: torch.device) -> int:
             features = operand.shape[1]
         if target and features >= LEAST_FEATURES and features % ALIGNMENT:
             product.target = target
-            replaced += 1
     graph.recompile()
-    return replaced

@@ -30,10 +30,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from onward.trainer.config.sections.model import CompileMode, GraphConfig
+from onward.trainer.config.sections.model import CompileMode
 from onward.trainer.errors import ConfigError
-from onward.trainer.model.channels_last import use_channels_last
-from onward.trainer.model.in_place import relu_in_place
 from onward.trainer.model.repeated_blocks import outline_repeated_blocks
 from onward.trainer.onnx_import.lowering.runtime_node import RuntimeNode
 from onward.trainer.run.directory import RunDir, onward_home
@@ -53,21 +51,6 @@ class CompileChoice:
     shapes: Literal["static", "dynamic"] = "dynamic"
     mode: CompileMode = "default"
     regions: Regions = "whole"
-
-
-def accelerate(module: fx.GraphModule, config: GraphConfig, device: torch.device, *, rows: int = 1) -> nn.Module:
-    """Return one imported graph in channels-last format and compiled, as configured; its weights are the same tensors.
-
-    rows: samples of a micro-batch. The compiled graph takes any shapes, and is one unless its blocks repeat. Raises
-    ConfigError where there is no compiler.
-    """
-    use_channels_last(module, config, device, rows=rows)
-    relu_in_place(module)
-    if not config.compiles:
-        return module
-    regions: Regions = "repeated" if config.compile == "repeated" else "whole"
-    choice = CompileChoice(mode=config.compile_mode or "default", regions=regions)
-    return Compiler(choice, device=device).compile(module, module)
 
 
 class Compiler:
@@ -106,10 +89,10 @@ class Compiler:
 
             use_sigmoid_in_gelu(graph)
         outlines = self.choice.regions == "repeated" and unit is graph and not divided
-        blocks = outline_repeated_blocks(graph) if outlines else []
-        for block in blocks:
-            setattr(graph, block.name, self._compile(graph.get_submodule(block.name), fullgraph=True))
-        return graph if blocks else self._compile(unit, fullgraph=not divided)
+        names = outline_repeated_blocks(graph) if outlines else []
+        for name in names:
+            setattr(graph, name, self._compile(graph.get_submodule(name), fullgraph=True))
+        return graph if names else self._compile(unit, fullgraph=not divided)
 
     def _compile(self, module: nn.Module, *, fullgraph: bool) -> nn.Module:
         self.num_modules += 1

@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,15 +29,6 @@ MIN_PERIOD = 4
 """Fewest nodes of a block."""
 MIN_SAVED = 16
 """Fewest nodes that need not be compiled again: a call of compiled code has a price of its own."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A module that the graph calls for each of its equal blocks."""
-
-    name: str
-    num_nodes: int
-    num_calls: int
 
 
 class _Run(NamedTuple):
@@ -53,22 +43,22 @@ class _Run(NamedTuple):
         return self.start + self.period * self.times
 
 
-def outline_repeated_blocks(module: fx.GraphModule) -> list[Block]:
-    """Replace the blocks of a graph, in place, by calls of modules; without repeated blocks change nothing."""
+def outline_repeated_blocks(module: fx.GraphModule) -> list[str]:
+    """Replace the blocks of a graph, in place, by calls of modules; return their names: [] without repeated blocks."""
     calls = [node for node in module.graph.nodes if node.op.startswith("call_")]
     sequence = _Sequence(module, calls)
     # by position: what is between two runs is found from one to the next
     runs = sorted(sequence.find(0, len(calls)))
     if not runs:
         return []
-    made: list[Block] = []
+    made: list[str] = []
     for run in [*_with_rests(runs, len(calls))]:
         blocks = [calls[first : first + run.period] for first in range(run.start, run.end, run.period)]
         # a stretch of lengths alone stays where it is
         if any(_is_tensor(node) for node in blocks[0]):
             name = f"block_{len(made)}"
             _outline(module, name, blocks)
-            made.append(Block(name, run.period, run.times))
+            made.append(name)
     module.graph.lint()
     module.recompile()
     return made

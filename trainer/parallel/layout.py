@@ -65,12 +65,10 @@ class Cuts:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the graph is divided, as seen by the ranks of one tensor-parallel coordinate."""
+class DividedGraph:
+    """The graph of one tensor-parallel rank, and what it holds; not cut yet."""
 
-    stages: tuple[Stage, ...]
-    """All stages of the pipeline. Their weights, buffers and modules are those of the imported graph."""
-    cuts: Cuts
+    module: ImportedGraph
     regions: TensorSharding
     vocabulary: VocabularySharding
     placements: Mapping[str, Placement]
@@ -79,11 +77,20 @@ class Layout:
     """The classes of the logits that this tensor-parallel rank computes; None = all."""
     partial: frozenset[str]
     """Names of the weights whose gradients the tensor-parallel ranks compute in parts (`Weight.partial`)."""
-    shared: Mapping[str, tuple[int, ...]]
-    """Initializer name -> pipeline coordinates of the ranks that hold it, for every weight that several stages hold."""
     matrices: Mapping[str, int]
     """Initializer name -> dimension of the output features, of the weights that Muon takes by default; the same on all
     ranks. Empty for the other optimizers."""
+
+
+@dataclass(frozen=True)
+class Layout(DividedGraph):
+    """How the graph is divided, as seen by the ranks of one tensor-parallel coordinate."""
+
+    stages: tuple[Stage, ...]
+    """All stages of the pipeline. Their weights, buffers and modules are those of the imported graph."""
+    cuts: Cuts
+    shared: Mapping[str, tuple[int, ...]]
+    """Initializer name -> pipeline coordinates of the ranks that hold it, for every weight that several stages hold."""
     largest: Layout | None
     """The layout of the last tensor-parallel rank, without data; None if this is it."""
     device: Device
@@ -153,19 +160,6 @@ def build_layout(
 # -- tensor parallelism
 
 
-@dataclass(frozen=True)
-class DividedGraph:
-    """The graph of one tensor-parallel rank, and what it holds; not cut yet."""
-
-    module: ImportedGraph
-    regions: TensorSharding
-    vocabulary: VocabularySharding
-    placements: Mapping[str, Placement]
-    classes: ClassShard | None
-    partial: frozenset[str]
-    matrices: Mapping[str, int]
-
-
 def divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, device: Device) -> DividedGraph:
     """Replace the weights of column- and row-parallel layers by this rank's shards, in place; add casts to half."""
     interleave_teacher(module.graph)
@@ -177,13 +171,8 @@ def divide(module: ImportedGraph, config: RunConfig, *, rank: int, group: str, d
     )
     # a weight is sharded either by features or by vocabulary entries
     taken = {name for region in regions.regions for name in (*region.columns, *region.rows)}
-    vocabulary = find_vocabulary_sharding(
-        module,
-        parallel.tensor,
-        config.losses,
-        taken=taken,
-        has_teacher=bool(config.soft_losses),
-    )
+    has_teacher = bool(config.soft_losses)
+    vocabulary = find_vocabulary_sharding(module, parallel.tensor, config.losses, taken=taken, has_teacher=has_teacher)
     placements = shard_regions(module, regions, rank=rank, group=group)
     # both were found before either was changed: they look for layers of the undivided graph
     placements |= shard_vocabulary(module, vocabulary, rank=rank, group=group)
@@ -259,19 +248,7 @@ def cut(divided: DividedGraph, cuts: Cuts, parallel: ParallelConfig, device: Dev
     sizes = [1 + sum(begin < point.position < end for point in cuts.units) for begin, end in itertools.pairwise(ends)]
     stages = build_stages(module, [[*itertools.islice(units, size)] for size in sizes], cuts.node_costs)
     shared = _shared_weights(stages, parallel.pipeline)
-    return Layout(
-        tuple(stages),
-        cuts,
-        regions=divided.regions,
-        vocabulary=divided.vocabulary,
-        placements=divided.placements,
-        classes=divided.classes,
-        partial=divided.partial,
-        shared=shared,
-        matrices=divided.matrices,
-        largest=None,
-        device=device,
-    )
+    return Layout(**vars(divided), stages=tuple(stages), cuts=cuts, shared=shared, largest=None, device=device)
 
 
 def _shared_weights(stages: Sequence[Stage], pipeline: int) -> dict[str, tuple[int, ...]]:
@@ -342,12 +319,10 @@ def recompute_units(
     that no unit has, or when memory is too small for any choice.
     """
     mode = config.recompute.mode
-    nothing: list[tuple[int, ...]] = [() for _ in stages]
-    if mode == "none":
-        return nothing
     if mode != "whole" and mode != "selective":
-        compress_stages(stages, config.recompute.stash)
-        return nothing
+        if mode != "none":
+            compress_stages(stages, config.recompute.stash)
+        return [() for _ in stages]
     chosen: Sequence[Sequence[int]]
     if config.recompute.units:
         all_units = [unit for stage in layout.stages for unit in stage.chain.parts]
@@ -374,7 +349,7 @@ def _fewest_units(
     # what the weights, gradients and buffers leave of the limit
     memory = RankMemory(stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
     left_bytes, in_flight = memory.left_for_activations(layout.device.type)
-    _, picked = choose_by_budget(units, in_flight=in_flight, budget_bytes=left_bytes, modes=("none", mode))
+    picked = choose_by_budget(units, mode, in_flight=in_flight, budget_bytes=left_bytes)
     # `picked` numbers the units of all stages one after the other
     ends = [0, *itertools.accumulate(len(stage.chain.parts) for stage in stages)]
     units_of_stages: list[Sequence[int]] = []

@@ -44,6 +44,7 @@ from onward.trainer.distributed.weights import Placement, slices
 from onward.trainer.errors import CheckpointError, Fenced, TrainingFailed
 from onward.trainer.run.directory import RunDir
 from onward.trainer.run.records import CheckpointInfo, StopState
+from tests.support.placements import share_of
 from tests.support.ranks import run_ranks
 
 ALONE = MPIContext(0, 1, 0, 1, "here", torch.device("cpu"))
@@ -180,18 +181,19 @@ def place(layout: str, shape: tuple[int, ...], rank: int, size: int) -> Placemen
     if not shape or layout == "replicas":
         return everything
     if layout == "rows":
-        return everything.divide(0, [shape[0]], rank, size)
+        return share_of(everything, 0, [shape[0]], rank, size)
     if layout == "columns":
-        return everything.divide(len(shape) - 1, [shape[-1]], rank, size)
+        return share_of(everything, len(shape) - 1, [shape[-1]], rank, size)
     if layout == "tensor x data":  # the other way round than ranks of one tensor-parallel group usually are
-        return everything.divide(0, [shape[0]], outer, -(-size // 2))
+        return share_of(everything, 0, [shape[0]], outer, -(-size // 2))
     if layout == "pipeline":  # the first stage has the vectors, the last one the rest, and both what is tied
         return everything if shape[0] == 9 or len(shape) % 2 == rank * 2 // size else None
     if layout == "fused x shards" and shape[0] % 3 == 0:  # of each third a half, and of that in memory a share
-        part = everything.divide(0, [shape[0] // 3] * 3, inner, min(2, size))
-        return part.divide(0, [part.local_shape[0]], outer, -(-size // 2))
+        part = share_of(everything, 0, [shape[0] // 3] * 3, inner, min(2, size))
+        return share_of(part, 0, [part.local_shape[0]], outer, -(-size // 2))
     if layout == "grid" and len(shape) > 1:
-        return everything.divide(0, [shape[0]], inner, min(2, size)).divide(1, [shape[1]], outer, -(-size // 2))
+        part = share_of(everything, 0, [shape[0]], inner, min(2, size))
+        return share_of(part, 1, [shape[1]], outer, -(-size // 2))
     return everything
 
 

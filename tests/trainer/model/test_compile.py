@@ -18,7 +18,6 @@ from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.errors import ConfigError
 from onward.trainer.model import compile as accelerate_module
 from onward.trainer.model import compiled_on_cpu
-from onward.trainer.model.compile import accelerate
 from onward.trainer.model.precision import autocast
 from onward.trainer.model.weight_casts import casts_kept, insert_casts
 from onward.trainer.onnx_graph.examples.small_models import build_resnet18
@@ -26,6 +25,7 @@ from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.run.machine.this_machine import missing_compiler
 from tests.support import graphs, runs
+from tests.support.accelerated import accelerate
 from tests.support.graphs import feed
 from tests.support.trained_models import model_with_weights
 

@@ -13,9 +13,10 @@ from torch import Tensor, fx, nn
 from onward.trainer.config.sections.model import GraphConfig
 from onward.trainer.model import compile as compile_module
 from onward.trainer.model import compiled_on_cpu
-from onward.trainer.model.compile import CompileChoice, Compiler, accelerate, keep_compiled_code
+from onward.trainer.model.compile import CompileChoice, Compiler, keep_compiled_code
 from onward.trainer.onnx_import.driver import to_module
 from tests.support import graphs
+from tests.support.accelerated import accelerate
 
 
 class Recorded(nn.Module):

@@ -38,6 +38,7 @@ from onward.trainer.optim.state import (
     state_bytes,
 )
 from onward.trainer.run.directory import RunDir
+from tests.support.placements import share_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Rule = Callable[[Array, Array, dict[str, Array], int], Array]
@@ -410,8 +411,8 @@ LAYOUTS = {
     "uneven rows, one rank without any": {"w": divided((3, 5), (0, (2, 1, 0))), "b": divided((7,), (0, (0, 7, 0)))},
     "columns": {"w": divided((3, 5), (1, (2, 2, 1))), "b": divided((7,), (0, (3, 2, 2)))},
     "fused": {
-        "w": [Placement.full((3, 5)).divide(1, (2, 3), rank, 3) for rank in range(3)],
-        "b": [Placement.full((7,)).divide(0, (3, 4), rank, 3) for rank in range(3)],
+        "w": [share_of(Placement.full((3, 5)), 1, (2, 3), rank, 3) for rank in range(3)],
+        "b": [share_of(Placement.full((7,)), 0, (3, 4), rank, 3) for rank in range(3)],
     },
 }
 
@@ -593,8 +594,8 @@ def test_random_bits_are_even_and_those_of_two_moments_steps_and_weights_have_no
         Placement.full(()),
         Placement.full((4, 6)).narrow(0, 1, 3),
         Placement.full((4, 6)).narrow(1, 2, 5),
-        Placement.full((4, 6)).divide(0, (2, 2), 1, 2),
-        Placement.full((4, 6)).divide(1, (3, 3), 0, 3).narrow(0, 1, 4),
+        share_of(Placement.full((4, 6)), 0, (2, 2), 1, 2),
+        share_of(Placement.full((4, 6)), 1, (3, 3), 0, 3).narrow(0, 1, 4),
         Placement.full((3, 4, 5)).narrow(1, 1, 3).narrow(2, 0, 4),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -37,10 +38,9 @@ def box_tables(results: Sequence[Array]) -> Iterator[Table]:
 def box_columns(num_columns: int) -> Iterator[BoxColumns]:
     """Yield each way in which a table of so many columns may hold boxes."""
     # boxes stand at the beginning of a row, behind the number of the image at most
-    for first in range(min(num_columns - 3, MOST_BEFORE)):
-        for in_shares in (False, True):
-            yield BoxColumns(first, is_centred=False, in_shares=in_shares)
-            yield BoxColumns(first, is_centred=True, in_shares=in_shares)
+    firsts = range(min(num_columns - 3, MOST_BEFORE))
+    for first, in_shares, is_centred in itertools.product(firsts, (False, True), (False, True)):
+        yield BoxColumns(first, is_centred=is_centred, in_shares=in_shares)
 
 
 def distinct_boxes(boxes: Array) -> Array:

@@ -52,7 +52,7 @@ class Baselines:
         if kinds and all(kinds) and not losses.soft:
             self._constant = " and ".join(dict.fromkeys(kinds))
         self._series = _series(config, losses) if data.rows is not None else ""
-        names = [name for name, is_known in ((self._constant, self._constant), (LAST, self._series)) if is_known]
+        names = filter(None, (self._constant, LAST if self._series else ""))
         self._metrics: dict[str, EvaluationMetrics] = {name: data.new_metrics(outputs) for name in names}
         self._losses = losses
         self._sums = [torch.zeros(0, dtype=torch.float64) for _ in losses.each]

@@ -68,8 +68,8 @@ def compare(config: RunConfig, exported: ExportedModel, served: Path, data: Eval
             log.warning("the served file cannot be evaluated on these rows: %s", error)
             return found.model_copy(update={"refused": f"{type(error).__name__}: {error}"})
     sign = 1.0 if config.promote_is_greatest else -1.0
-    if interval:
-        interval = interval if sign > 0 else (-interval[1], -interval[0])
+    if interval and sign < 0:
+        interval = -interval[1], -interval[0]
     gain = sign * (new[metric] - metrics[metric])
     return found.model_copy(update={"served": metrics, "gain": gain, "interval": interval})
 

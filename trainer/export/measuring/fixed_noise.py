@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from pathlib import Path
 
 import onnx
 import onnxruntime
@@ -60,11 +59,8 @@ class NoiseSessions:
         return list(self._session.run(None, {**feed, **{name: drawn[name] for name in drawn.keys() & names}}))
 
     def _open(self, drawn: Mapping[str, Array]) -> onnxruntime.InferenceSession:
-        proto = self._model
-        folder: Path | None = None
-        if isinstance(proto, ModelFile):
-            folder = proto.path.parent
-            proto = proto.proto
+        model = self._model
+        proto, folder = (model.proto, model.path.parent) if isinstance(model, ModelFile) else (model, None)
         copy = deepcopy(proto)
         random_nodes = [node for node in copy.graph.node if node.op_type in RANDOM]
         fixed = {name for node in random_nodes for name in node.output} & drawn.keys()

@@ -78,10 +78,9 @@ def costly_helpers(file: ModelFile, feed: Mapping[str, Array]) -> HelperNodes | 
         if plain is None:
             return None
         before, after = (Counter(node.op_type for node in each.proto.graph.node) for each in (file, plain))
-        # an optimised copy may also have more nodes of a kind
-        gone = Counter({kind: max(before[kind] - after[kind], 0) for kind in before.keys() & HELPERS})
-        removed = sum(gone.values())
-        if not removed:
+        # an optimised copy may also have more nodes of a kind: a difference of counters has none below 0
+        gone = Counter({kind: number for kind, number in (before - after).items() if kind in HELPERS})
+        if not gone:
             return None
         # one thread: latency_ratio counts the time of this thread
         sessions = [open_session(each.path, threads=1) for each in (file, plain)]
@@ -89,5 +88,5 @@ def costly_helpers(file: ModelFile, feed: Mapping[str, Array]) -> HelperNodes | 
         ratio = latency_ratio(sessions, feeds)
     if not ratio < 1 - LEAST_GAIN:  # NaN is no gain
         return None
-    kinds = ", ".join(f"{number} {kind}" for kind, number in gone.most_common(3) if number > 0)
-    return HelperNodes(removed, kinds, ratio)
+    kinds = ", ".join(f"{number} {kind}" for kind, number in gone.most_common(3))
+    return HelperNodes(gone.total(), kinds, ratio)

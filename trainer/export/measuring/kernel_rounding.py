@@ -194,7 +194,7 @@ def _mixture(node: onnx.NodeProto, array: Callable[[str], Array]) -> Iterator[on
     kept = ("k", "activation_type", "activation_alpha", "activation_beta", "swiglu_limit", "swiglu_fusion")
     values = {name: value for name, value in attributes.items() if name in kept}
     del node.attribute[:], node.input[:]
-    node.input.extend([names[0], names[1], names[2], names[4], names[5], names[7]])
+    node.input.extend(names[place] for place in (0, 1, 2, 4, 5, 7))
     node.op_type = "MoE"
     # QMoE's kernel takes the softmax over the chosen experts alone
     _set(node, **values, normalize_routing_weights=1)

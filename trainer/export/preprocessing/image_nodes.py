@@ -34,11 +34,6 @@ SUPPORT = {"box": 0.5, "bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0}
 PRECISION = 2.0**22
 
 
-def fitted_pixels(how: ImageInput, raw: str, nodes: GraphExtender) -> str:
-    """Add the nodes from pixels of any size, uint8 [N, H, W, C], to float32 [N, C, height, width] of 0..255."""
-    return Fitting(how, nodes).pixels(raw)
-
-
 class Fitting:
     """Adds the nodes of one input. Sizes and places are scalars of type double, all values names in the graph."""
 
@@ -47,7 +42,7 @@ class Fitting:
         self._nodes = nodes
 
     def pixels(self, raw: str) -> str:
-        """Return the fitted pixels of `raw`."""
+        """Return the fitted pixels of `raw`, uint8 [N, H, W, C] of any size: fp32 [N, C, height, width] of 0..255."""
         height, width = self._sides(raw)
         rows, columns = self._resized(height, width)
         x = self._double(self._op("Transpose", raw, perm=[0, 3, 1, 2]))
@@ -84,7 +79,7 @@ class Fitting:
         """Return whether Pillow computes rows before columns: of images that lose many rows (since release 13), or
         that are very high."""
         rows, columns = (self._op("Sub", before, after) for before, after in zip(old, new, strict=True))
-        steep = rows, self._op("Mul", columns, self._number(2.0))
+        steep = rows, self._times(columns, 2.0)
         if int(self._how.pillow.partition(".")[0]) < 13:
             steep = old[0], self._op("Mul", old[1], self._number(100.0))
         return self._op("And", self._op("Greater", rows, self._number(0.0)), self._op("Greater", *steep))
@@ -94,7 +89,7 @@ class Fitting:
         inner = Fitting(self._how, self._nodes.inner("resize"))
         for left, right in factors:
             x = inner._op("MatMul", left or x, right or x)
-            x = inner._op("Floor", inner._add(inner._op("Mul", x, inner._number(1 / PRECISION)), 0.5))
+            x = inner._op("Floor", inner._add(inner._times(x, 1 / PRECISION), 0.5))
             x = inner._op("Max", inner._op("Min", x, inner._number(255.0)), inner._number(0.0))
         inner._nodes.graph.output.append(helper.make_tensor_value_info(x, TensorProto.DOUBLE, None))
         return inner._nodes.graph
@@ -111,7 +106,7 @@ class Fitting:
         """Return where the centre `wanted` begins in `new`, or the corner; below 0 with a border."""
         if self._how.is_in_corner:
             return self._number(0.0)
-        return self._op("Round", self._op("Mul", self._add(new, -float(wanted)), self._number(0.5)))
+        return self._op("Round", self._times(self._add(new, -float(wanted)), 0.5))
 
     def _resized(self, height: str, width: str) -> tuple[str, str]:
         """Return the height and width to which the whole image is resized."""
@@ -157,10 +152,10 @@ class Fitting:
         scale = self._op("Div", old, new)
         if self._how.interpolation == "nearest":
             chosen = self._op("Equal", self._integers(pixel), self._integers(self._nearest(at, new, scale)))
-            return self._op("Mul", self._double(self._op("And", chosen, inside)), self._number(PRECISION)), inside
+            return self._times(self._double(self._op("And", chosen, inside)), PRECISION), inside
         # of a smaller result a pixel averages over `stretched` times as many pixels
         stretched = self._op("Max", scale, self._number(1.0))
-        reach = self._op("Mul", stretched, self._number(SUPPORT[self._how.interpolation]))
+        reach = self._times(stretched, SUPPORT[self._how.interpolation])
         centre = self._op("Mul", self._add(at, 0.5), scale)
         first = self._op("Floor", self._add(self._op("Sub", centre, reach), 0.5))
         last = self._op("Floor", self._add(self._op("Add", centre, reach), 0.5))
@@ -168,18 +163,18 @@ class Fitting:
         share = self._op("Div", self._number(1.0), stretched)
         distance = self._op("Mul", self._add(self._op("Sub", pixel, centre), 0.5), share)
         weights = self._op("Mul", self._filter(distance), self._double(self._op("And", in_reach, inside)))
-        ones = self._op("Add", self._op("Mul", pixel, self._number(0.0)), self._number(1.0))
+        ones = self._op("Add", self._times(pixel, 0.0), self._number(1.0))
         sums = self._op("MatMul", weights, self._op("Reshape", ones, self._nodes.constant([-1, 1])))
         # rows of borders have the sum 0; 0 / 1 is 0
         shares = self._op("Div", weights, self._op("Where", inside, sums, self._number(1.0)))
         # to the nearest integer, halves away from 0
-        size = self._op("Floor", self._add(self._op("Mul", self._op("Abs", shares), self._number(PRECISION)), 0.5))
+        size = self._op("Floor", self._add(self._times(self._op("Abs", shares), PRECISION), 0.5))
         return self._op("Mul", self._op("Sign", shares), size), inside
 
     def _nearest(self, at: str, new: str, scale: str) -> str:
         """Return the pixels that columns or rows `at` take: the integer part of scale / 2 + scale + scale + ..."""
         first = self._op("Less", self._range(new), self._number(0.5))
-        steps = self._op("Where", first, self._op("Mul", scale, self._number(0.5)), scale)
+        steps = self._op("Where", first, self._times(scale, 0.5), scale)
         # a running sum, because the product has other roundings
         places = self._op("Floor", self._op("CumSum", steps, self._integer(0)))
         last = self._add(new, -1.0)
@@ -198,10 +193,10 @@ class Fitting:
         if self._how.interpolation == "lanczos":
             product = self._op("Mul", self._sinc(x), self._sinc(self._op("Div", x, number(3.0))))
             return self._op("Where", self._op("Less", x, number(3.0)), product, number(0.0))
-        near = self._add(self._op("Mul", x, number(1.5)), -2.5)
+        near = self._add(self._times(x, 1.5), -2.5)
         near = self._add(self._op("Mul", self._op("Mul", near, x), x), 1.0)
         far = self._add(self._op("Mul", self._add(x, -5.0), x), 8.0)
-        far = self._op("Mul", self._add(self._op("Mul", far, x), -4.0), number(-0.5))
+        far = self._times(self._add(self._op("Mul", far, x), -4.0), -0.5)
         far = self._op("Where", self._op("Less", x, number(2.0)), far, number(0.0))
         return self._op("Where", self._op("Less", x, number(1.0)), near, far)
 
@@ -227,6 +222,9 @@ class Fitting:
 
     def _add(self, value: str, number: float) -> str:
         return self._op("Add", value, self._number(number))
+
+    def _times(self, value: str, number: float) -> str:
+        return self._op("Mul", value, self._number(number))
 
     def _double(self, value: str) -> str:
         return self._op("Cast", value, to=TensorProto.DOUBLE)

@@ -67,9 +67,10 @@ def _plain(name: Any) -> str:
 
 def _mask(scores: Array, *, classes_last: bool) -> Array:
     """Return the class of each pixel, uint8 [H, W]. Raises DataError for scores of another shape."""
-    if scores.ndim == 3 and scores.shape[-1 if classes_last else 0] > 1:
-        return np.asarray(scores.argmax(axis=-1 if classes_last else 0).astype(np.uint8))
-    flat = scores.squeeze(-1 if classes_last else 0) if scores.ndim == 3 else scores
+    axis = -1 if classes_last else 0
+    if scores.ndim == 3 and scores.shape[axis] > 1:
+        return np.asarray(scores.argmax(axis).astype(np.uint8))
+    flat = scores.squeeze(axis) if scores.ndim == 3 else scores
     if flat.ndim != 2:
         raise DataError(f"a row of the output is {list(scores.shape)}, no mask: write a file .csv, .parquet or .npz")
     return np.asarray((flat > 0).astype(np.uint8))

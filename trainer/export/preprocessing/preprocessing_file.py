@@ -22,7 +22,7 @@ from onward.trainer.data.storage.shards import ShardManifest
 from onward.trainer.data.tables.table_columns import INDICATOR
 from onward.trainer.data.text.text_checks import length_limit
 from onward.trainer.data.text.text_columns import TextColumns, text_columns
-from onward.trainer.data.text.tokenizer import open_tokenizer
+from onward.trainer.data.text.tokenizer import OpenTokenizer, open_tokenizer
 from onward.trainer.errors import ConfigError, ExportRefused
 from onward.trainer.export.run_as_read import RunAsRead
 from onward.trainer.onnx_graph.files.model_files import read_model
@@ -70,10 +70,7 @@ def write_preprocessing(
     )
     files = [folder / RECORD]
     if record.text and config.data.text:
-        try:
-            tokenizer = open_tokenizer(config.data.text.tokenizer)
-        except ConfigError as error:
-            raise ExportRefused(error.problems) from error
+        tokenizer = _opened_tokenizer(config.data.text.tokenizer)
         files.append(folder / TOKENIZER)
         write_durably(folder / TOKENIZER, tokenizer.path.read_bytes())
         if sha256(folder / TOKENIZER) != record.text.sha256:
@@ -211,10 +208,7 @@ def _token_inputs(text: TextColumns, data: DataConfig, manifest: ShardManifest) 
 
 
 def _tokenizer(text: TextColumns, model: ModelConfig, limit: int | None) -> Tokenizer:
-    try:
-        opened = open_tokenizer(text.config.tokenizer)
-    except ConfigError as error:
-        raise ExportRefused(error.problems) from error
+    opened = _opened_tokenizer(text.config.tokenizer)
     most = length_limit(text, read_model(model.path).graph)[0] if limit is None else limit
     return Tokenizer(
         file=TOKENIZER,
@@ -226,6 +220,13 @@ def _tokenizer(text: TextColumns, model: ModelConfig, limit: int | None) -> Toke
         max_length=most,
         stride=text.config.stride,
     )
+
+
+def _opened_tokenizer(path: Path) -> OpenTokenizer:
+    try:
+        return open_tokenizer(path)
+    except ConfigError as error:
+        raise ExportRefused(error.problems) from error
 
 
 def _outputs(

@@ -37,7 +37,7 @@ from onward.trainer.export.measuring.raw_rows import read_raw_rows
 from onward.trainer.export.model_file import ModelFile
 from onward.trainer.export.preprocessing import image_nodes
 from onward.trainer.export.preprocessing.box_nodes import box_outputs
-from onward.trainer.export.preprocessing.image_nodes import fitted_pixels
+from onward.trainer.export.preprocessing.image_nodes import Fitting
 from onward.trainer.export.preprocessing.preprocessing_file import describe
 from onward.trainer.onnx_graph.files.index import length_of, opsets_of, replace_entries
 from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
@@ -73,7 +73,7 @@ def write_with_preprocessing(
     source cannot be read any more.
     """
     config = read_config(run)
-    signature = read_training_signature(read_config(run).model)
+    signature = read_training_signature(config.model)
     manifest = read_record(run.shards / "manifest.json", ShardManifest)
     recipe = describe(config.data, config.losses, config.model, manifest, signature, exported)
     file = ModelFile.read(exported.path)
@@ -164,7 +164,8 @@ def _check_opsets(model: onnx.ModelProto, recipe: Preprocessing) -> None:
     """Raise ExportRefused if the file's opset has not all the nodes. Import the domain of LabelEncoder if needed."""
     has_images = any(isinstance(how, ImageInput) for how in recipe.inputs.values())
     least, what = (image_nodes.LEAST_OPSET, "resize images") if has_images else (LEAST_OPSET, "compute columns")
-    opset = opsets_of(model).get("", 0)
+    opsets = opsets_of(model)
+    opset = opsets.get("", 0)
     if opset < least:
         raise ExportRefused(
             f"the file has opset {opset}, but the nodes that {what} need {least} or later; export the model again with "
@@ -172,13 +173,11 @@ def _check_opsets(model: onnx.ModelProto, recipe: Preprocessing) -> None:
         )
     tables = [how for how in recipe.inputs.values() if isinstance(how, TableInput)]
     if any(column.categories for how in tables for column in how.columns):
-        imported = {entry.domain: entry.version for entry in model.opset_import}
-        if imported.setdefault(ML_DOMAIN, 0) == 0:
+        of_ml = opsets.get(ML_DOMAIN, 0)
+        if not of_ml:
             model.opset_import.append(helper.make_opsetid(ML_DOMAIN, ML_OPSET))
-        elif imported[ML_DOMAIN] < ML_OPSET:
-            raise ExportRefused(
-                f"the file has opset {imported[ML_DOMAIN]} of {ML_DOMAIN}, but categories need {ML_OPSET} or later"
-            )
+        elif of_ml < ML_OPSET:
+            raise ExportRefused(f"the file has opset {of_ml} of {ML_DOMAIN}, but categories need {ML_OPSET} or later")
 
 
 def _has_steps(column: TableColumn) -> bool:
@@ -210,7 +209,7 @@ def _images(
         names[how.column] = extender.free(how.column)
         dims = [_batch(kind), None, None, 1 if how.channels == "grey" else 3]
         graph.input.append(helper.make_tensor_value_info(names[how.column], TensorProto.UINT8, dims))
-    value = fitted_pixels(how, names[how.column], extender)
+    value = Fitting(how, extender).pixels(names[how.column])
     if "float" in how.dtype:
         mean, std = (np.reshape(each, (-1, 1, 1)) for each in (how.mean, how.std))
         value = extender.op("Mul", value, _stored(graph, extender, how.scale, np.float32))

@@ -72,8 +72,8 @@ class Predictor:
         self.columns = raw_columns(described)
         """Raw column -> what it holds: image, audio, text, category, integers (a category by number), number."""
         images = [how for how in self._described.values() if how["kind"] == "image"]
-        self.channels_last = bool(images) and all(how["layout"] == "nhwc" for how in images)
         self._images = images
+        self.channels_last = bool(images) and all(how["layout"] == "nhwc" for how in images)
         """Whether the channels of images, and so the classes of masks, are on the last axis."""
         of_rows = [value for name, value in taken.items() if self._described[name]["kind"] != "value"]
         batch_sizes = [value.shape[0] for value in of_rows if value.shape]

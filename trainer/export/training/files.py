@@ -48,7 +48,7 @@ from onward.trainer.onnx_graph.files.index import all_tensors, length_of
 from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES
 from onward.trainer.onnx_graph.inner_tensors import lift_inner_tensors
 from onward.trainer.onnx_import.driver import to_module
-from onward.trainer.onnx_import.imported_graph import named_weights
+from onward.trainer.onnx_import.imported_graph import ImportedGraph, named_weights
 from onward.trainer.onnx_import.quantization.quantized_weights import integer_names
 from onward.trainer.onnx_import.train_selection import select_trained
 from onward.trainer.quantities import gib
@@ -141,14 +141,19 @@ def _loss_records(losses: Sequence[LossConfig], names: LossNames, evaluation: Lo
     )
 
 
-def _layer_scales(model: onnx.ModelProto, config: ModelConfig, layer_decay: float, *, fuse: bool) -> dict[str, float]:
-    """Return name -> factor on the learning rate, by the layers of the graph as training imports it."""
-    if layer_decay == 1.0:
-        return {}
+def _imported(model: onnx.ModelProto, config: ModelConfig, *, fuse: bool) -> ImportedGraph:
     widen = config.fixed_batch in ("auto", "any")
     module = to_module(model, fuse=fuse, tie=config.tie, train=config.train, widen=widen)
     select_trained(module, train=config.train, freeze=config.freeze)
-    return layer_scales(module, layer_decay)
+    return module
+
+
+def _layer_scales(model: onnx.ModelProto, config: RunConfig) -> dict[str, float]:
+    """Return name -> factor on the learning rate, by the layers of the graph as training imports it."""
+    layer_decay = config.optimizer.layer_decay
+    if layer_decay == 1.0:
+        return {}
+    return layer_scales(_imported(model, config.model, fuse=config.graph.fuse), layer_decay)
 
 
 def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, base: Path) -> TrainingArtifacts:
@@ -167,9 +172,7 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
     # what inner graphs and functions store would be renamed where functions are inlined
     model = lift_inner_tensors(_whole(model, base))
     # without fusion: the fused kernels would be decomposed into these calls again (decompositions.py)
-    widen = config.model.fixed_batch in ("auto", "any")
-    module = to_module(model, fuse=False, tie=config.model.tie, train=config.model.train, widen=widen)
-    select_trained(module, train=config.model.train, freeze=config.model.freeze)
+    module = _imported(model, config.model, fuse=False)
     if integers := sorted(integer_names(model.graph) & set(named_weights(module))):
         raise ExportRefused(
             f"{len(integers)} trained weights are stored as integers ({integers[0]}, ...), and training.onnx would "
@@ -184,9 +187,7 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
         config.optimizer,
         trained,
         clip_norm=config.train.clip_norm,
-        gradient=gradient_of,
-        updated=updated,
-        layer_scales=_layer_scales(model, config.model, config.optimizer.layer_decay, fuse=config.graph.fuse),
+        layer_scales=_layer_scales(model, config),
     )
     own = [*training.weights, *training.statistics]
     evaluation = evaluation_model(model, losses, names=names, weights=own, copies=module.copies)
@@ -267,8 +268,8 @@ def _artifact(path: Path, model: onnx.ModelProto) -> Artifact:
 
 def _value(value: onnx.ValueInfoProto) -> Value:
     kind = value.type.tensor_type
-    lengths = map(length_of, kind.shape.dim)
     dims: list[int | str] = []
-    for dim, length in zip(kind.shape.dim, lengths, strict=True):
+    for dim in kind.shape.dim:
+        length = length_of(dim)
         dims.append(dim.dim_param or ("?" if length is None else length))
     return Value(name=value.name, element_type=onnx.TensorProto.DataType.Name(kind.elem_type), dims=tuple(dims))

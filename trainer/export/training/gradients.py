@@ -313,7 +313,7 @@ def _translate(recorder: _Recorder, examples: Sequence[Example]) -> TrainingMode
 def _quiet() -> Iterator[None]:
     """Suppress warnings and log lines of torch.onnx that are about itself."""
     logger = logging.getLogger("torch.onnx")
-    level = logging.getLogger("torch.onnx").level
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from onward.trainer.config.sections.training import OptimizerConfig
+from onward.trainer.export.training.gradients import gradient_of, updated
 from onward.trainer.onnx_graph.node_builder import GraphExtender
 from onward.trainer.optim.optimizers import NO_SCALES, build_optimizer
 from onward.trainer.optim.state import optimizer_tensors
@@ -48,13 +49,11 @@ def optimizer_model(
     weights: Mapping[str, Tensor],
     *,
     clip_norm: float,
-    gradient: Callable[[str], str],
-    updated: Callable[[str], str],
     layer_scales: Mapping[str, float] = NO_SCALES,
 ) -> UpdateModel:
     """Make the graph of one update of `weights` (the trained ones, by name), with clipping and attributes of weights.
 
-    Inputs: weights, `gradient(weight)`, the state (zeros before the first step), `step` (int64, from 1) and
+    Inputs: weights, `gradient_of(weight)`, the state (zeros before the first step), `step` (int64, from 1) and
     `learning_rate`. Outputs: `updated(name)` of weights and state, and `gradient_norm`. Raises ConfigError as
     build_optimizer does.
     """
@@ -69,13 +68,13 @@ def optimizer_model(
         if key != "step":  # one for all weights here
             state[name][key] = f"{name}_{key}"
     graph = onnx.GraphProto(name="optimizer")
-    graph.input.extend(_inputs(weights, state, gradient))
+    graph.input.extend(_inputs(weights, state))
     # state tensors have the shape of their weight, in each of the rules below
     carried = dict(weights) | {each: weights[name] for name in weights for each in state[name].values()}
     # an ONNX graph has no side effects: the caller passes each output as the input of the next run
     outputs = {updated(name): list(tensor.shape) for name, tensor in carried.items()}
     g = GraphExtender(graph, reserved=[*outputs, NORM])
-    gradients = _clipped(g, {name: gradient(name) for name in weights}, clip_norm)
+    gradients = _clipped(g, {name: gradient_of(name) for name in weights}, clip_norm)
     rule = UPDATES[config.name](g, config)
     # the settings of a weight are those of its group, which `build_optimizer` has made of patterns
     for name, tensor in weights.items():
@@ -95,12 +94,10 @@ def optimizer_model(
     )
 
 
-def _inputs(
-    weights: Mapping[str, Tensor], state: Mapping[str, Mapping[str, str]], gradient: Callable[[str], str]
-) -> list[onnx.ValueInfoProto]:
+def _inputs(weights: Mapping[str, Tensor], state: Mapping[str, Mapping[str, str]]) -> list[onnx.ValueInfoProto]:
     """Return the graph's inputs: weights, gradients, state, step and rate, in this order."""
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-    named = [*shapes.items(), *((gradient(name), dims) for name, dims in shapes.items())]
+    named = [*shapes.items(), *((gradient_of(name), dims) for name, dims in shapes.items())]
     # the state in the order of the weights, as the outputs have it
     named += [(each, dims) for name, dims in shapes.items() for each in state[name].values()]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in named]

@@ -20,6 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader
 
 from onward.trainer.errors import ExportRefused
+from onward.trainer.onnx_graph.files.index import replace_entries
 from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES, data_file_of, fits_one_file, write_whole
 
 PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "LSTM", "GRU", "RNN", "Attention")
@@ -66,8 +67,7 @@ def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
         if node.op_type != "Cast" or node.output[0] not in made:
             kept.append(node)
         made.update(node.output)
-    del graph.node[:]
-    graph.node.extend(kept)
+    replace_entries(graph, node=kept)
 
 
 def with_types(model: onnx.ModelProto, folder: Path, *, most: int = MOST_BYTES) -> Path:
@@ -80,7 +80,7 @@ def with_types(model: onnx.ModelProto, folder: Path, *, most: int = MOST_BYTES) 
     return typed
 
 
-def refuse_overflow(typed: Path, rows: CalibrationDataReader, *, most: int = MOST_BYTES) -> None:
+def refuse_overflow(typed: Path, rows: CalibrationDataReader) -> None:
     """Raise ExportRefused if an operand or a result of a product of the fp32 model is beyond fp16 on these rows."""
     from onnxruntime.quantization.calibrate import create_calibrator
 

@@ -43,6 +43,7 @@ from onward.trainer.onnx_graph.files.onnxruntime_session import open_session
 from onward.trainer.onnx_graph.files.stored_protos import stored_protos
 from onward.trainer.onnx_graph.files.whole_models import MOST_BYTES, data_file_of, whole_file, write_whole
 from onward.trainer.run.outcomes.storage import storage_error
+from onward.trainer.run.recorded.exported_files import variant_beside
 from onward.trainer.run.records import Variant
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def _made(
     inner: Sequence[str],
     most: int,
 ) -> Variant:
-    target = exported.with_name(f"{exported.stem}.{kind}.onnx")
+    target = variant_beside(exported, kind)
     runner = OnnxRunner(file, data)
     # by the same runtime as the variant: only what the variant changes makes a difference
     before = runner.evaluate()
@@ -158,7 +159,7 @@ def _returning(exported: Path, inner: Sequence[str]) -> Iterator[ModelFile]:
         return
     # an output needs a declared type, which inner tensors often lack
     types = known_types(file.proto)
-    path = exported.with_name(f"{exported.stem}.scores.onnx")
+    path = variant_beside(exported, "scores")
     file.proto.graph.output.extend(types[name] for name in inner)
     try:
         write_whole(file.proto, path)
@@ -184,7 +185,7 @@ def kept_if_written(kind: str, exported: Path, write: Callable[[Path], tuple[flo
     write: writes it to a path and verifies it; returns (its difference, its latency ratio), or raises ExportRefused,
     and then no file is left.
     """
-    target = exported.with_name(f"{exported.stem}.{kind}.onnx")
+    target = variant_beside(exported, kind)
     made = Variant(kind=kind, path=target, bytes=0, size_ratio=0, latency_ratio=0, metrics={})
     try:
         with whole_file(target) as partial:
@@ -285,7 +286,7 @@ def _halved(element_type: int) -> Callable[..., None]:
 def _computing_in_half(exported: ModelFile, target: Path, runner: OnnxRunner, most: int) -> None:
     with tempfile.TemporaryDirectory(prefix="onward-half-") as folder:
         typed = with_types(_with_initializers(exported), Path(folder), most=most)
-        refuse_overflow(typed, Calibration(runner, CALIBRATION_BATCHES), most=most)
+        refuse_overflow(typed, Calibration(runner, CALIBRATION_BATCHES))
         write_whole(in_half_precision(onnx.load_model(str(typed))), target, most=most)
 
 

@@ -17,7 +17,6 @@ are their means.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +27,7 @@ from onward.trainer.config.losses import LossConfig
 from onward.trainer.data.schema.box_cells import BOX_NUMBERS, COUNTED, NO_CLASS
 from onward.trainer.data.schema.target_counts import NO_OBJECT_WEIGHT
 from onward.trainer.errors import ConfigError, DataError
-from onward.trainer.model.losses.dense_heads.assigned import overlaps
-from onward.trainer.onnx_graph.torchvision_import import import_torchvision
+from onward.trainer.model.losses.dense_heads.assigned import around, box_operations, focal_terms, overlaps
 
 L1_COST, GIOU_COST = 5.0, 2.0
 MOST_DETECTIONS = 100
@@ -73,7 +71,7 @@ def set_classes(scores: Tensor, boxes: Tensor, labels: Tensor, loss: LossConfig)
     if loss.scores == "varifocal":
         weights = (1 - loss.alpha) * scores.detach().sigmoid() ** loss.gamma * (1 - hits) + qualities
         return F.binary_cross_entropy_with_logits(scores, qualities, weights, reduction="sum")
-    return focal_sum(scores, hits, alpha=loss.alpha, gamma=loss.gamma)
+    return focal_terms(scores, hits, alpha=loss.alpha, gamma=loss.gamma).sum()
 
 
 def set_l1(scores: Tensor, boxes: Tensor, labels: Tensor, loss: LossConfig) -> Tensor:
@@ -86,7 +84,7 @@ def set_giou(scores: Tensor, boxes: Tensor, labels: Tensor, loss: LossConfig) ->
     """Return the sum over assigned pairs of 1 - generalised intersection over union (arXiv:1902.09630), a scalar."""
     found, wanted = pairs(scores, boxes, labels, loss)
     # torchvision's eps would change the value of small boxes; two boxes without any area still have a number
-    total: Tensor = _box_operations().generalized_box_iou_loss(
+    total: Tensor = box_operations().generalized_box_iou_loss(
         corners(found), corners(wanted), reduction="sum", eps=1e-12
     )
     return total
@@ -150,22 +148,9 @@ def _costs(scores: Tensor, boxes: Tensor, objects: Tensor, loss: LossConfig) -> 
         of_class = hit - miss
     wanted = objects[:, 1:5].to(boxes.dtype)
     distance = torch.cdist(boxes, centres(wanted), p=1)
-    overlap = _box_operations().generalized_box_iou(corners(boxes), wanted)
+    overlap = box_operations().generalized_box_iou(corners(boxes), wanted)
     total: Tensor = CLASS_COSTS[loss.scores] * of_class + L1_COST * distance - GIOU_COST * overlap
     return total
-
-
-def focal_sum(scores: Tensor, hits: Tensor, *, alpha: float, gamma: float) -> Tensor:
-    """Return the focal loss (arXiv:1708.02002) of yes-or-no scores, summed: a scalar."""
-    total: Tensor = _box_operations().sigmoid_focal_loss(scores, hits, alpha, gamma, reduction="sum")
-    return total
-
-
-def _box_operations() -> Any:
-    import_torchvision()
-    from torchvision import ops
-
-    return ops
 
 
 def centres(found: Tensor) -> Tensor:
@@ -176,8 +161,7 @@ def centres(found: Tensor) -> Tensor:
 
 def corners(found: Tensor) -> Tensor:
     """Return centre x, y, width, height as x1, y1, x2, y2: [..., 4]."""
-    centre, size = found[..., :2], found[..., 2:]
-    return torch.cat([centre - size / 2, centre + size / 2], -1)
+    return around(found[..., :2], found[..., 2:])
 
 
 def detections(scores: Tensor, boxes: Tensor, loss: LossConfig, most: int = MOST_DETECTIONS) -> Sequence[Tensor]:

@@ -102,8 +102,8 @@ def _computed(
         # to the host batch by batch: the outputs of a whole chunk may not fit into the memory of the device
         parts.append([value.float().cpu().numpy() for value in outputs])
         beat()
-    columns = zip(*parts, strict=True)
-    shapes = [sorted({part.shape[1:] for part in column}) for column in zip(*parts, strict=True)]
+    columns = list(zip(*parts, strict=True))
+    shapes = [sorted({part.shape[1:] for part in column}) for column in columns]
     _refuse_varying(teacher.output_names, shapes)
     return {name: np.concatenate(column) for name, column in zip(teacher.output_names, columns, strict=True)}
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from onward.trainer.distributed.weights import Placement, Weight, slices
-from onward.trainer.optim.moments import Group
-from onward.trainer.optim.rules.rule import NormedRule, dims_of, gradients_of
+from onward.trainer.optim.moments import Group, count_step
+from onward.trainer.optim.rules.rule import NormedRule, dims_of, gradients_of, spread
 from onward.trainer.optim.weight_settings import WeightSettings
 
 DECAY_EXPONENT = 0.8
@@ -78,10 +78,7 @@ class Adafactor(NormedRule):
 
     def _updates(self, group: Group) -> list[_Update]:
         """Count the step."""
-        states = [self.state[weight] for weight in group["params"]]
-        if states:
-            torch._foreach_add_([state["step"] for state in states], 1.0)
-            group["updates"] += 1
+        states = count_step(self, group)
         gradients = [gradient.contiguous() for gradient in gradients_of(group)]
         rows = zip(group["weights"], group["numbers"], gradients, states, strict=True)
         return [_Update(*row, group) for row in rows]
@@ -118,9 +115,7 @@ class Adafactor(NormedRule):
         for place, placement in zip(chosen, places, strict=True):
             # each rank fills in its part of the full rows or columns: the sum adds what overlaps and places what does
             # not
-            full.append(torch.zeros(placement.shape, dtype=local[place].dtype, device=local[place].device))
-            for held, box in placement.boxes():
-                full[-1][slices(box)] = local[place][slices(held)]
+            full.append(spread(local[place], placement))
         totals = parts.sum(full, [updates[place].number for place in chosen])
         for place, placement, total in zip(chosen, places, totals, strict=True):
             for held, box in placement.boxes():

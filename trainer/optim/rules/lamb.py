@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onward.trainer.config.sections.training import OptimizerConfig
 from onward.trainer.optim.moments import Group, Segment, in_fp32, segments
+from onward.trainer.optim.rules.adaptive import update_moments
 from onward.trainer.optim.rules.rule import NormedRule, UpdateContext, gradients_of
 from onward.trainer.optim.weight_settings import WeightSettings
 
@@ -57,20 +58,16 @@ class Lamb(NormedRule):
     def _turn(self, group: Group, batch: list[Segment], first: list[Tensor], second: list[Tensor]) -> None:
         """Overwrite the gradients with the directions d."""
         settings: WeightSettings = group["settings"]
-        alpha = settings.alpha
-        beta = settings.beta
         corrected = settings.bias_correction
         updates = group["updates"]
         gradients = [segment.gradient for segment in batch]
-        torch._foreach_lerp_(first, gradients, 1.0 - alpha)
-        torch._foreach_mul_(second, beta)
-        torch._foreach_addcmul_(second, gradients, gradients, 1.0 - beta)
+        update_moments(settings, gradients, first, second)
         root = torch._foreach_sqrt(second)
-        torch._foreach_div_(root, math.sqrt(1.0 - beta**updates) if corrected else 1.0)
+        torch._foreach_div_(root, math.sqrt(1.0 - settings.beta**updates) if corrected else 1.0)
         torch._foreach_add_(root, settings.epsilon)
         # the gradients are not needed any more: their memory takes the directions
         torch._foreach_copy_(gradients, first)
         torch._foreach_div_(gradients, root)
-        torch._foreach_div_(gradients, 1.0 - alpha**updates if corrected else 1.0)
+        torch._foreach_div_(gradients, 1.0 - settings.alpha**updates if corrected else 1.0)
         # after the quotient: decoupled decay, which the moments do not see, but the trust ratio does
         torch._foreach_add_(gradients, [segment.weight for segment in batch], alpha=settings.weight_decay)

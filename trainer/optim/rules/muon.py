@@ -20,7 +20,7 @@ from onward.trainer.config.sections.training import MuonConfig
 from onward.trainer.distributed.weights import Weight, slices
 from onward.trainer.optim.moments import Group
 from onward.trainer.optim.rules.adam import Adam
-from onward.trainer.optim.rules.rule import gradients_of
+from onward.trainer.optim.rules.rule import gradients_of, spread
 from onward.trainer.optim.weight_settings import WeightSettings
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -90,7 +90,7 @@ class Muon(Adam):
         parts = self._context.parts
         numbers = [direction.number for direction in directions]
         # the parts do not overlap, so that the sum of zero-filled parts is the matrix itself, without rounding
-        full = parts.sum([spread(each.local, each.of) for each in directions], numbers)
+        full = parts.sum([spread(each.local, each.of.placement) for each in directions], numbers)
         for place, direction in enumerate(directions):
             rank, size = parts.share(direction.number)
             # the others compute other matrices
@@ -139,14 +139,6 @@ def orthogonalised(matrix: Tensor, config: MuonConfig) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if is_tall else x).contiguous()
-
-
-def spread(local: Tensor, of: Weight) -> Tensor:
-    """Return zeros of the shape of the full weight, with this rank's part, [*of.placement.local_shape], filled in."""
-    full = torch.zeros(of.placement.shape, dtype=local.dtype, device=local.device)
-    for held, box in of.placement.boxes():
-        full[slices(box)] = local[slices(held)]
-    return full
 
 
 def muon_state(settings: WeightSettings, ndim: int) -> tuple[str, ...]:

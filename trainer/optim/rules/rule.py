@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.sections.training import OptimizerConfig
+from onward.trainer.distributed.weights import Placement, slices
 from onward.trainer.optim.moments import Group, in_fp32, segments
 from onward.trainer.optim.weight_settings import WeightSettings
 
@@ -108,6 +109,14 @@ def gradients_of(group: Group) -> list[Tensor]:
     gradients = [weight.grad for weight in group["params"] if weight.grad is not None]
     assert len(gradients) == len(group["params"]), "a weight has no gradient"
     return gradients
+
+
+def spread(local: Tensor, placement: Placement) -> Tensor:
+    """Return zeros of the shape of a full tensor, with this rank's part of it, [*placement.local_shape], filled in."""
+    full = torch.zeros(placement.shape, dtype=local.dtype, device=local.device)
+    for held, box in placement.boxes():
+        full[slices(box)] = local[slices(held)]
+    return full
 
 
 class ElementwiseRule(Rule, ABC):

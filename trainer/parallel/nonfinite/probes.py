@@ -27,7 +27,7 @@ from onward.trainer.data.batches.batches import Batch
 from onward.trainer.model.compile import Compiled
 from onward.trainer.onnx_import.lowering.node_origins import nearest
 from onward.trainer.parallel.nonfinite.nonfinite_findings import NUM_ROWS, Finding, Phase, bad_rows, describe
-from onward.trainer.parallel.pipeline.engine import BatchLosses, ObservedLosses
+from onward.trainer.parallel.pipeline.engine import BatchLosses, ObservedLosses, replaced_forwards
 from onward.trainer.parallel.pipeline.stage import Stage
 
 
@@ -49,31 +49,20 @@ class Probes:
     @contextlib.contextmanager
     def installed(self, stages: Sequence[Stage]) -> Iterator[None]:
         """Look at what these stages compute inside a block."""
-        graphs: list[nn.Module] = []
-        # what has replaced a forward pass already, and comes back afterwards
-        before: dict[nn.Module, Any] = {}
-        for stage in stages:
-            for module in stage.chain.modules():
-                if isinstance(module, Compiled | fx.GraphModule) and (forward := vars(module).get("forward")):
-                    before[module] = forward
+        forwards: dict[nn.Module, Callable[..., Any]] = {}
         for stage in stages:
             probed = _StageRun(self, stage)
             for module in stage.chain.modules():
                 if isinstance(module, Compiled):
-                    _replace_forward(module, _eager(module))
-                    graphs.append(module)
+                    forwards[module] = _eager(module)
                 elif isinstance(module, fx.GraphModule):
-                    _replace_forward(module, probed.forward_of(module))
-                    graphs.append(module)
+                    forwards[module] = probed.forward_of(module)
             self._handles.append(stage.chain.register_forward_pre_hook(probed.begin))
             self._handles.append(stage.chain.register_forward_hook(probed.end))
         try:
-            yield
+            with replaced_forwards(forwards):
+                yield
         finally:
-            for module in graphs:
-                del vars(module)["forward"]
-            for module, forward in before.items():
-                _replace_forward(module, forward)
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
@@ -93,6 +82,10 @@ class Probes:
     def keep(self, handle: Any) -> None:
         """Remove a hook when the probes are removed."""
         self._handles.append(handle)
+
+    def batch_of(self, micro_batch: int) -> Batch | None:
+        """Return a micro-batch, if it is known."""
+        return self.batches[micro_batch] if micro_batch < len(self.batches) else None
 
     def next_place(self) -> int:
         """Count a node, and show that the rank makes progress."""
@@ -114,11 +107,6 @@ class _StageRun:
         self._bad: dict[str, tuple[bool, list[str]]] = {}
         """Node -> (whether a value is NaN or +inf, its bad operands)."""
         self._origins: dict[str, Finding] = {}
-
-    @property
-    def batch(self) -> Batch | None:
-        """The current micro-batch."""
-        return self.probes.batches[self.micro_batch] if self.micro_batch < len(self.probes.batches) else None
 
     def begin(self, chain: nn.Module, inputs: object) -> None:
         """Begin a forward pass. Recomputed forward passes are skipped: they do not call the hooks of the chain."""
@@ -184,7 +172,7 @@ class _StageRun:
             self._origins[node.name] = self._origin(node, label, place, bad[0], operands)
 
     def _origin(self, node: fx.Node, label: str, place: int, tensor: Tensor, operands: dict[fx.Node, Any]) -> Finding:
-        batch = self.batch
+        batch = self.probes.batch_of(self.micro_batch)
         rows = bad_rows(tensor, batch) or []
         phase: Phase = "forward"
         if node.op == "placeholder":
@@ -213,7 +201,7 @@ class _StageRun:
         place = self.probes.next_place()
         if bool(torch.isfinite(gradient).all()):
             return
-        batch = self.probes.batches[micro_batch] if micro_batch < len(self.probes.batches) else None
+        batch = self.probes.batch_of(micro_batch)
         label = self.labels[name]
         rows = bad_rows(gradient, batch) or []
         self.probes.add(
@@ -270,7 +258,7 @@ class ProbedLosses(ObservedLosses):
     ) -> tuple[Tensor, ...]:
         values = super().__call__(outputs, labels, size)
         micro_batch = self._calls
-        self._calls = self._calls + 1
+        self._calls += 1
         bad = [value for value in values if not bool(torch.isfinite(value).all())]
         if bad and size:
             self._probes.add(self._finding(micro_batch, bad[0], outputs, labels))
@@ -279,7 +267,7 @@ class ProbedLosses(ObservedLosses):
     def _finding(
         self, micro_batch: int, loss: Tensor, outputs: Tensor | Sequence[Tensor], labels: Sequence[Tensor | None]
     ) -> Finding:
-        batch = self._probes.batches[micro_batch] if micro_batch < len(self._probes.batches) else None
+        batch = self._probes.batch_of(micro_batch)
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         float_labels = _floating_point_tensors(list(labels))
         rows = next((bad for values in float_labels if (bad := bad_rows(values, batch))), [])
@@ -303,11 +291,6 @@ def _floating_point_tensors(value: Any) -> list[Tensor]:
     """Return the floating-point tensors in a value of any structure."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return [tensor for tensor in tensors if tensor.is_floating_point()]
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    # on the object alone: nn.Module calls it with the hooks of the module, by which ZeRO gathers weights
-    vars(module)["forward"] = forward
 
 
 def _eager(module: Compiled) -> Callable[..., Any]:

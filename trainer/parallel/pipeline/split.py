@@ -61,9 +61,8 @@ class _Splitter:
         self.lengths = [self._lengths(number) for number in range(len(self.nodes))]
         # The graph's inputs are at hand in every part, so their lengths need not cross. All others do, even where
         # another tensor at hand was as long when the graph was traced: a stride may make equal lengths differ later.
-        self.crossing_lengths = set[fx.Node]()
-        for lengths in self.lengths:
-            self.crossing_lengths |= {length for length in lengths if length.all_input_nodes[0].op != "placeholder"}
+        needed = set[fx.Node]().union(*self.lengths)
+        self.crossing_lengths = {length for length in needed if length.all_input_nodes[0].op != "placeholder"}
 
     def part(self, number: int) -> Part:
         graph = fx.Graph()
@@ -125,7 +124,7 @@ class _Splitter:
 
     def _outputs(self, number: int) -> list[fx.Node]:
         """Return what a part computes for later parts or the caller: in the graph's order, lengths at the end."""
-        read_later = {node for tensors in self.tensors[number + 1 :] for node in tensors} | {*self.graph_outputs}
+        read_later = {*self.graph_outputs}.union(*self.tensors[number + 1 :])
         outputs = [node for node in self.nodes[number] if node in read_later]
         if number == len(self.nodes) - 1:
             # an output of the graph that is rematerialised belongs to no part: the last one returns it

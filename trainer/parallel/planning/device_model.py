@@ -93,16 +93,18 @@ def gpu(name: str, compute: str) -> Device:
     """Return what is known of a GPU of this name; of an unknown one, what is known of TYPICAL."""
     known = known_gpu(name)
     peak = GPUS[known or TYPICAL]
+    flops_per_s = _rate(peak, compute) * 1e12 * COMPUTE_SHARE
+    link_bytes_per_s = peak.link * 1e9 * LINK_SHARE
     return Device(
         name=name if known else f"{name} (taken for {TYPICAL})",
         type="cuda",
-        flops_per_s=_rate(peak, compute) * 1e12 * COMPUTE_SHARE,
-        link_bytes_per_s=peak.link * 1e9 * LINK_SHARE,
+        flops_per_s=flops_per_s,
+        link_bytes_per_s=link_bytes_per_s,
         network_bytes_per_s=min(peak.link, NETWORK) * 1e9 * LINK_SHARE,
         # NCCL's latency within a host, and Python, dispatcher and launches of about three kernels
         message_s=20e-6,
         call_s=30e-6,
-        flops_per_byte=_rate(peak, compute) * 1e12 * COMPUTE_SHARE / (peak.link * 1e9 * LINK_SHARE),
+        flops_per_byte=flops_per_s / link_bytes_per_s,
         # of NCCL's protocol for short messages (LL), by its own table of latencies (src/graph/tuning.cc)
         local_latency_s=0.6e-6,
         network_latency_s=2.7e-6,
@@ -111,13 +113,14 @@ def gpu(name: str, compute: str) -> Device:
     )
 
 
-def on_cluster(device: Device, cluster: Cluster) -> Device:
-    """Return the device with the network of a cluster, where that is given."""
+def planned_device(cluster: Cluster, device: torch.device, compute: str) -> Device:
+    """Return the GPU that a cluster names, else this process's device, with the network of the cluster if given."""
+    found = gpu(cluster.gpu, compute) if cluster.gpu else describe(device, compute)
     return replace(
-        device,
+        found,
         # what is given is the rate of the card, of which collectives reach a share
-        network_bytes_per_s=cluster.network_bytes_per_s * LINK_SHARE or device.network_bytes_per_s,
-        network_latency_s=cluster.latency_s or device.network_latency_s,
+        network_bytes_per_s=cluster.network_bytes_per_s * LINK_SHARE or found.network_bytes_per_s,
+        network_latency_s=cluster.latency_s or found.network_latency_s,
     )
 
 

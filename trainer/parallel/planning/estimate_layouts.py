@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from onward.trainer.config.run_config import RunConfig
-from onward.trainer.config.sections.training import PrecisionConfig
 from onward.trainer.data.images.image_inputs import box_column
 from onward.trainer.data.input_columns import Feed, InputColumns
 from onward.trainer.data.schema.box_cells import HEAD_NUMBERS
@@ -35,7 +34,7 @@ from onward.trainer.parallel.cost import NodeCost
 from onward.trainer.parallel.layout import DividedGraph, check_replicas, cut, divide, find_cuts, recompute_units
 from onward.trainer.parallel.pipeline.stage import Stage
 from onward.trainer.parallel.planning.cluster import THIS_MACHINE, Cluster
-from onward.trainer.parallel.planning.device_model import Device, describe, gpu, on_cluster, typical
+from onward.trainer.parallel.planning.device_model import planned_device, typical
 from onward.trainer.parallel.planning.dry_run import DryRun, dry_run
 from onward.trainer.parallel.planning.layout_estimate import Estimate, RankEstimate
 from onward.trainer.parallel.planning.stage_key import stage_key
@@ -132,18 +131,13 @@ class Estimator:
             dry_runs = [run(stage) for stage in stages]
             memory = RankMemory(stages, weights, config, pipeline=pipeline, batch_bytes=batch_bytes)
             ranks.append(RankEstimate(stages, weights, recomputed, dry_runs, memory.at_peak(dry_runs)))
-        estimate = Estimate(config, layout, ranks, batch_bytes, self._described(config.precision), self._cluster)
+        planned = planned_device(self._cluster, device, config.precision.compute)
+        estimate = Estimate(config, layout, ranks, batch_bytes, planned, self._cluster)
         if parallel.tensor == 1 and self.whole is None:
             stages = [stage for rank in ranks for stage in rank.stages]
             num_nodes = sum(len(part.nodes) for stage in stages for part in stage.chain.parts)
             self.whole = Arithmetic(sum(estimate.stage_flops(stage, ()) for stage in stages) / rows, num_nodes)
         return estimate
-
-    def _described(self, precision: PrecisionConfig) -> Device:
-        """Return what the times are estimated for."""
-        compute = precision.compute
-        found = gpu(self._cluster.gpu, compute) if self._cluster.gpu else describe(self._device, compute)
-        return on_cluster(found, self._cluster)
 
 
 def example_batch(config: RunConfig, signature: Signature | None = None) -> tuple[list[Tensor], list[Tensor | None]]:

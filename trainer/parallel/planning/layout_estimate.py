@@ -69,11 +69,14 @@ class Estimate:
         return replace(self, config=config, ranks=ranks)
 
     @property
+    def num_micro_batches(self) -> int:
+        return self.config.train.gradient_accumulation_steps
+
+    @property
     def name(self) -> str:
         parallel = self.config.parallel
-        num_micro_batches = self.config.train.gradient_accumulation_steps
         recompute = "" if self.config.recompute.mode == "none" else f", recompute {self.config.recompute.mode}"
-        return f"{parallel.layout}, ZeRO {parallel.zero}, {num_micro_batches} micro-batches{recompute}"
+        return f"{parallel.layout}, ZeRO {parallel.zero}, {self.num_micro_batches} micro-batches{recompute}"
 
     @property
     def peak_bytes(self) -> int:
@@ -91,8 +94,7 @@ class Estimate:
     def bubble(self) -> float:
         """Return the share of a step in which a rank waits."""
         parallel = self.config.parallel
-        num_micro_batches = self.config.train.gradient_accumulation_steps
-        return parallel.order.bubble(parallel.pipeline_size(num_micro_batches))
+        return parallel.order.bubble(parallel.pipeline_size(self.num_micro_batches))
 
     def stage_flops(self, stage: Stage, recomputed: Sequence[int]) -> int:
         """Return the FLOPs of one micro-batch: 3 times the forward pass, and recomputed units once more."""
@@ -107,7 +109,7 @@ class Estimate:
 
     def compute_s(self) -> float:
         """Return the time of the passes of a step, in which ranks of a pipeline wait for each other as well."""
-        return self.config.train.gradient_accumulation_steps * self._pass_s() / (1 - self.bubble)
+        return self.num_micro_batches * self._pass_s() / (1 - self.bubble)
 
     def _pass_s(self) -> float:
         """Return the time in which the busiest rank computes one micro-batch."""
@@ -134,7 +136,7 @@ class Estimate:
         """Return the time of the passes beside which gradients and weights are sent."""
         zero = self.config.parallel.zero
         # ZeRO 2 and 3 send in each micro-batch, the others in the last backward pass, two thirds of its time
-        times = self.config.train.gradient_accumulation_steps if zero >= 2 else 2 / 3
+        times = self.num_micro_batches if zero >= 2 else 2 / 3
         return times * self._pass_s()
 
     def message_s(self, sent: Traffic) -> float:
@@ -159,7 +161,6 @@ class Estimate:
             yield from max(by_rank, key=lambda traffic: sum(each.bytes for each in traffic))
 
     def _tensor_traffic(self) -> Iterator[Traffic]:
-        num_micro_batches = self.config.train.gradient_accumulation_steps
         # of the pipeline coordinate that sends most: each has its own tensor-parallel group
         most = max((_sent_sizes(rank.dry_runs) for rank in self.ranks), key=sum)
         if most:
@@ -167,17 +168,16 @@ class Estimate:
             yield Traffic(
                 axis="tensor",
                 what=f"{how} of activations",
-                count=num_micro_batches * len(most),
-                bytes=num_micro_batches * sum(most),
+                count=self.num_micro_batches * len(most),
+                bytes=self.num_micro_batches * sum(most),
                 collective="all-reduce",
-                whole=num_micro_batches * sum(most),
+                whole=self.num_micro_batches * sum(most),
             )
         # all ranks of a tensor-parallel group hold copies of these, and exchange their gradients
         replicated = 0
         for rank in self.ranks:
-            trained = [weight for weight in rank.weights if weight.trained]
-            sizes = [weight.tensor.nbytes for weight in trained if weight.name not in self.layout.placements]
-            replicated = max(replicated, sum(sizes))
+            own = [weight for weight in rank.weights if weight.trained and weight.name not in self.layout.placements]
+            replicated = max(replicated, sum(weight.tensor.nbytes for weight in own))
         if replicated:
             yield Traffic(
                 axis="tensor",
@@ -192,7 +192,7 @@ class Estimate:
         parallel = self.config.parallel
         # the stage with the largest output decides: the others wait for its messages
         stage = max((stage for rank in self.ranks for stage in rank.stages), key=sent_bytes)
-        passes = self.config.train.gradient_accumulation_steps * parallel.stages_per_rank
+        passes = self.num_micro_batches * parallel.stages_per_rank
         count = len(stage.output_meta)
         sent = passes * sent_bytes(stage)
         yield Traffic(axis="pipeline", what="activations", count=passes * count, bytes=sent, whole=sent)
@@ -217,7 +217,6 @@ class Estimate:
 
     def _data_traffic(self, rank: RankEstimate) -> Iterator[Traffic]:
         parallel = self.config.parallel
-        num_micro_batches = self.config.train.gradient_accumulation_steps
         if not parallel.zero:
             trained = sum(weight.tensor.nbytes for weight in rank.weights if weight.trained)
             # compression sends half precision
@@ -237,8 +236,8 @@ class Estimate:
         num_units = len(sharding.unit_bytes)
         trained = sharding.trained_bytes
         # ZeRO 3 gathers for each forward and each backward pass; ZeRO 1 scatters once, others after each backward pass
-        gathers = 2 * num_micro_batches if parallel.zero == 3 else 1
-        scatters = 1 if parallel.zero == 1 else num_micro_batches
+        gathers = 2 * self.num_micro_batches if parallel.zero == 3 else 1
+        scatters = 1 if parallel.zero == 1 else self.num_micro_batches
         sums = (("weights gathered", gathers, sharding.total_bytes), ("gradients scattered", scatters, trained))
         for what, times, size in sums:
             yield Traffic(

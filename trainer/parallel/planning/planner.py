@@ -11,6 +11,7 @@ with the shortest step among them becomes the plan.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ from onward.trainer.optim.weight_settings import settings_of
 from onward.trainer.parallel.layout import drop_data
 from onward.trainer.parallel.matrices import find_matrices
 from onward.trainer.parallel.planning.cluster import PROGRESS, THIS_MACHINE, Cluster
-from onward.trainer.parallel.planning.device_model import CONTEXT_BYTES, Device, describe, gpu, reserve
+from onward.trainer.parallel.planning.device_model import CONTEXT_BYTES, Device, planned_device, reserve
 from onward.trainer.parallel.planning.estimate_layouts import Arithmetic, Estimator
 from onward.trainer.parallel.planning.gpus import has_bf16
 from onward.trainer.parallel.planning.layout_estimate import Estimate
@@ -120,7 +121,7 @@ def _choose(estimator: Estimator, config: RunConfig, device: torch.device, clust
     """Return the plan with the shortest step of all divisions of the ranks that fit into memory."""
     num_ranks = config.launch.num_ranks
     # without a limit of the configuration: what is free on this machine
-    planned = gpu(cluster.gpu, config.precision.compute) if cluster.gpu else describe(device, config.precision.compute)
+    planned = planned_device(cluster, device, config.precision.compute)
     limit = int(config.parallel.memory_gib * 2**30) or planned.memory_bytes
     if not cluster.gpu and not config.parallel.memory_gib:
         limit = _memory_of_a_rank(config.launch, device)
@@ -281,13 +282,11 @@ def _kept_free(parallel: ParallelConfig, device: Device, limit: int) -> str:
 
 def divisions(num_ranks: int) -> list[dict[str, int]]:
     """Return all sizes data x tensor x pipeline = num_ranks, few stages first."""
-    sizes = range(1, num_ranks + 1)
     found = []
-    for pipeline in sizes:
-        for tensor in sizes:
-            data, rest = divmod(num_ranks, pipeline * tensor)
-            if rest == 0:
-                found.append({"data": data, "tensor": tensor, "pipeline": pipeline})
+    for pipeline, tensor in itertools.product(range(1, num_ranks + 1), repeat=2):
+        data, rest = divmod(num_ranks, pipeline * tensor)
+        if rest == 0:
+            found.append({"data": data, "tensor": tensor, "pipeline": pipeline})
     return found
 
 
@@ -302,7 +301,8 @@ def _micro_batch_counts(
     per_replica, rest = divmod(batch_size, parallel.data)
     # with fewer micro-batches than stages some stage would be idle at any time
     possible = [count for count in range(parallel.pipeline, per_replica + 1) if per_replica % count == 0]
-    if model.fixed_batch in ("own", "joint"):  # micro-batches have the rows that the file declares
+    is_fixed = model.fixed_batch in ("own", "joint")
+    if is_fixed:  # micro-batches have the rows that the file declares
         signature = signature or read_training_signature(model)
         declared = (signature.inputs[0].shape or (None,))[0] or 1
         possible = [count for count in possible if count * declared == per_replica]
@@ -310,7 +310,7 @@ def _micro_batch_counts(
         raise ConfigError(
             f"{batch_size} samples (train.global_batch_size) do not divide among {parallel.data} replicas with "
             f"{parallel.pipeline} or more micro-batches each"
-            + (" of the rows that the file declares" if model.fixed_batch in ("own", "joint") else "")
+            + (" of the rows that the file declares" if is_fixed else "")
         )
     # four times as many micro-batches as stages keep the bubble below a fifth
     wanted = 4 * parallel.pipeline if parallel.pipeline > 1 else train.gradient_accumulation_steps

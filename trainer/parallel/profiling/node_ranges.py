@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from onward.trainer.data.batches.batches import Batch
 from onward.trainer.model.compile import Compiled
 from onward.trainer.onnx_import.lowering.node_origins import FUSED, Origin, origin_of
-from onward.trainer.parallel.pipeline.engine import BatchLosses, ObservedLosses
+from onward.trainer.parallel.pipeline.engine import BatchLosses, ObservedLosses, replaced_forwards
 from onward.trainer.parallel.pipeline.stage import Stage
 
 LOSS = Origin("", "loss", "")
@@ -52,21 +52,10 @@ class NodeRanges:
         self._spans: list[tuple[int, Origin]] = []
         """(end, node) of the sequence numbers from each of `_begins` on, in order."""
 
-    @contextlib.contextmanager
-    def installed(self, stages: Sequence[Stage]) -> Iterator[None]:
+    def installed(self, stages: Sequence[Stage]) -> contextlib.AbstractContextManager[None]:
         """Run these stages node by node inside a block, but not what is compiled."""
         graphs = [module for stage in stages for module in eager_graphs(stage)]
-        before = [vars(module).get("forward") for module in graphs]
-        for module in graphs:
-            # on the object alone: nn.Module calls it with the hooks of the module, by which ZeRO gathers weights
-            vars(module)["forward"] = _forward_of(module, self)
-        try:
-            yield
-        finally:
-            for module, forward in zip(graphs, before, strict=True):
-                del vars(module)["forward"]
-                if forward is not None:
-                    vars(module)["forward"] = forward
+        return replaced_forwards({module: _forward_of(module, self) for module in graphs})
 
     @contextlib.contextmanager
     def range(self, origin: Origin) -> Iterator[None]:

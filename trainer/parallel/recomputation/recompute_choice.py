@@ -125,31 +125,11 @@ def peak_bytes(units: Sequence[UnitCost], mode: Mode, chosen: Collection[int], *
     return (in_flight - 1) * sum(stored) + peak
 
 
-def choose_by_budget(
-    units: Sequence[UnitCost],
-    *,
-    in_flight: int,
-    budget_bytes: int,
-    modes: Sequence[Mode] = ("none", "selective", "whole"),
-) -> tuple[Mode, tuple[int, ...]]:
-    """Return the first mode, and units, with which the activations fit into `budget_bytes`.
+def choose_by_budget(units: Sequence[UnitCost], mode: Mode, *, in_flight: int, budget_bytes: int) -> tuple[int, ...]:
+    """Return units with whose recomputation the activations fit into `budget_bytes`; () if they fit without.
 
-    modes: in the order of preference, cheap ones first. Raises ConfigError when recomputing all units is not enough.
+    Raises ConfigError when recomputing all units is not enough.
     """
-    for mode in modes:
-        # an empty choice fits without recomputation, and the mode is then "none"
-        if (chosen := _choose(units, mode, in_flight=in_flight, budget_bytes=budget_bytes)) is not None:
-            return (mode, chosen) if chosen else ("none", ())
-    least = min(peak_bytes(units, mode, range(len(units)), in_flight=in_flight) for mode in modes)
-    raise ConfigError(
-        f"activations of {in_flight} micro-batches take {least:,} bytes with all {len(units)} units recomputed, but "
-        f"{budget_bytes:,} are left for them: take smaller micro-batches, more units (parallel.units), more stages or "
-        "a larger parallel.tensor, or raise parallel.memory_gib"
-    )
-
-
-def _choose(units: Sequence[UnitCost], mode: Mode, *, in_flight: int, budget_bytes: int) -> tuple[int, ...] | None:
-    """Return the units to recompute in one mode; None if recomputing all is not enough."""
 
     def fits(chosen: Collection[int]) -> bool:
         return peak_bytes(units, mode, chosen, in_flight=in_flight) <= budget_bytes
@@ -162,12 +142,17 @@ def _choose(units: Sequence[UnitCost], mode: Mode, *, in_flight: int, budget_byt
     # a unit that keeps little more than its inputs is not worth recomputing
     useful = [number for number in range(len(units)) if units[number].stored_bytes(mode) < units[number].kept_bytes]
     chosen: list[int] = []
-    for number in sorted(useful if mode != "none" else (), key=price):
+    for number in sorted(useful, key=price):
         if fits(chosen):
             break
         chosen.append(number)
     if not fits(chosen):
-        return None
+        least = min(peak_bytes(units, each, range(len(units)), in_flight=in_flight) for each in ("none", mode))
+        raise ConfigError(
+            f"activations of {in_flight} micro-batches take {least:,} bytes with all {len(units)} units recomputed, "
+            f"but {budget_bytes:,} are left for them: take smaller micro-batches, more units (parallel.units), more "
+            "stages or a larger parallel.tensor, or raise parallel.memory_gib"
+        )
     # the last unit added may have saved enough to make earlier ones unnecessary
     for number in sorted(chosen, key=lambda number: -units[number].recomputed_flops(mode)):
         if fits([other for other in chosen if other != number]):

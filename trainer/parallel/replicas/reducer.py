@@ -139,7 +139,7 @@ class Reducer:
         if self._adopts:
             for weight in self._trained:
                 weight.tensor.grad = None
-        if not self._adopts:
+        else:
             # they are in no bucket, so that zeroing a bucket does not zero them
             for weight in self._other_copies:
                 weight.tensor.grad = torch.zeros_like(weight.tensor, requires_grad=False)

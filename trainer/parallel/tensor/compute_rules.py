@@ -33,7 +33,7 @@ from onward.trainer.onnx_import.ops.reduce import (
     reduce_sum_square,
 )
 from onward.trainer.onnx_import.passes.fused_attention import Attention, nan_where_empty, without_empty_rows
-from onward.trainer.parallel.tensor.propagation import Propagation, called, rule, unary_rule
+from onward.trainer.parallel.tensor.propagation import Propagation, called, dim_of, rule, unary_rule
 from onward.trainer.parallel.tensor.tensor_shardings import CannotShard, Result, Sharding
 
 # -- element by element
@@ -166,9 +166,7 @@ def _shard_mask(p: Propagation, node: fx.Node, mask: fx.Node, dim: int, heads: S
 @rule(F.softmax, F.log_softmax, torch.softmax, torch.log_softmax)
 def softmax(p: Propagation, node: Any) -> Result:
     sharding = elementwise(p, node)
-    # the axis may be an operand or a keyword
-    dim: Any = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else -1)
-    _require_not_along(p, node, sharding, [dim])
+    _require_not_along(p, node, sharding, [dim_of(node, 1, -1)])
     p.edits.has_attention = True
     return sharding
 
@@ -256,9 +254,9 @@ REDUCTIONS = (
 
 @unary_rule(*REDUCTIONS)
 def reduction(p: Propagation, node: Any, x: Sharding) -> Result:
-    operand, *rest = node.args
-    # the axes are an operand or a keyword; without them everything is reduced
-    dims = rest[0] if rest else node.kwargs.get("dim")
+    operand = node.args[0]
+    # without axes everything is reduced
+    dims = dim_of(node, 1, None)
     if dims is None:
         return CannotShard(f"{called(node)} reduces the sharded dimension ({node.name})")
     dims = [dim % p.rank(operand) for dim in ([dims] if isinstance(dims, int) else dims)]

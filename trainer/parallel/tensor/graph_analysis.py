@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,7 +91,7 @@ class GraphAnalysis:
             if node.op == "get_attr":
                 self.reads.setdefault(str(node.target), []).append(node)
         # a replicated value needs an all-reduce of its gradient only if it has one
-        computed = self._computed_from({node for node in self.order if self._parameter(node)})
+        computed = self._computed_from({node for node in self.order if self.parameter(node)})
         self.has_gradient = {node for node in computed if self._may_be_float(node)}
         self.depends_on_input = self._computed_from({node for node in self.order if node.op == "placeholder"})
         self.products = {node: product for node in self.order if (product := self._product(node)) is not None}
@@ -148,14 +148,7 @@ class GraphAnalysis:
 
     def readers(self, path: str) -> Iterator[fx.Node]:
         """Yield the nodes that read a stored tensor or its transpose."""
-        ndim = self.tensor(path).ndim
-        waiting = [user for node in self.reads[path] for user in node.users]
-        while waiting:
-            node = waiting.pop()
-            if is_transpose(node, ndim):
-                waiting += node.users
-            else:
-                yield node
+        return _past_transposes(self.reads[path], self.tensor(path).ndim)
 
     def num_outputs(self, product: Product) -> int:
         part = product.part
@@ -163,13 +156,7 @@ class GraphAnalysis:
 
     def readers_of_parts(self, split: fx.Node) -> Iterator[fx.Node]:
         """Yield the nodes that read an output of the split of a matrix, or its transpose."""
-        waiting = [user for part in split.users for user in part.users]
-        while waiting:
-            node = waiting.pop()
-            if is_transpose(node):
-                waiting += node.users
-            else:
-                yield node
+        return _past_transposes(split.users, 2)
 
     def nearest_products(self, node: fx.Node) -> list[fx.Node]:
         """Return the last products that a value is computed from, in the order of the graph."""
@@ -210,17 +197,11 @@ class GraphAnalysis:
 
     def _sources(self, node: fx.Node) -> list[str]:
         """Return the weights that a value is computed from; none if an input of the graph is among its sources."""
-        found = []
-        waiting = [node]
-        while waiting:
-            node = waiting.pop()
-            if path := self.stored(node):
-                found.append(path)
-            # a matrix that depends on the data, such as the keys of attention, is no weight
-            elif node.op == "placeholder":
-                return []
-            waiting += node.all_input_nodes
-        return found
+        sources = self.ancestors(node)
+        # a matrix that depends on the data, such as the keys of attention, is no weight
+        if any(source.op == "placeholder" for source in sources):
+            return []
+        return [path for source in sorted(sources, key=self.order.__getitem__) if (path := self.stored(source))]
 
     def _computed_from(self, sources: set[fx.Node]) -> set[fx.Node]:
         """Return the nodes whose values depend on these, other than through lengths (`size`)."""
@@ -255,7 +236,7 @@ class GraphAnalysis:
             return self._matrix(node, args[1], args[2], args[0], transposed=False)
         if target is torch.einsum:
             return self._einsum(node)
-        if target in (*CONVOLUTIONS, *TRANSPOSED) and len(args) >= 7 and (path := self._parameter(args[1])):
+        if target in (*CONVOLUTIONS, *TRANSPOSED) and len(args) >= 7 and (path := self.parameter(args[1])):
             x, weight, bias, outputs = *args[:3], int(target in TRANSPOSED)
             dims = (path, outputs, path, 1 - outputs)
             return Product(node, x, bias, *dims, self.names[path], weight_operands=(weight,), groups=args[6])
@@ -274,7 +255,7 @@ class GraphAnalysis:
                 read = read.args[0]
                 reads_columns = not reads_columns
             read, part = _part(read) if ndim == 2 else (read, None)
-            path = self._parameter(read)
+            path = self.parameter(read)
             if path and self.tensor(path).ndim == ndim:
                 columns = ndim - 2 + reads_columns
                 rows = ndim - 1 - reads_columns
@@ -290,7 +271,7 @@ class GraphAnalysis:
     def _einsum(self, node: fx.Node) -> Product | None:
         """einsum("bsd,dhk->bshk", x, weight): rows d; columns h, the first label behind it that x lacks."""
         *terms, result = einsum_labels(node)
-        paths = [self._parameter(operand) for operand in node.args[1:]]
+        paths = [self.parameter(operand) for operand in node.args[1:]]
         # exactly one is a weight: two make a constant, and none a product of activations
         if len(terms) != 2 or bool(paths[0]) == bool(paths[1]):
             return None
@@ -319,16 +300,28 @@ class GraphAnalysis:
         x, a, b, _, reverse = args
         # the factor that x meets first has the input features, the last one the output features
         first, last = (b, a) if reverse else (a, b)
-        row_path = self._parameter(first)
-        path = self._parameter(last)
+        row_path = self.parameter(first)
+        path = self.parameter(last)
         if not row_path or not path or self.tensor(path).ndim != 2:
             return None
         dims = (path, int(reverse), row_path, int(not reverse))
         return Product(node, x, None, *dims, self.names[path], weight_operands=(a, b))
 
-    def _parameter(self, value: Any) -> str:
+    def parameter(self, value: Any) -> str:
+        """Return the path of the weight that a node reads; "" for any other value."""
         path = self.stored(value)
         return path if path and isinstance(self.tensor(path), nn.Parameter) else ""
+
+
+def _past_transposes(values: Iterable[fx.Node], ndim: int) -> Iterator[fx.Node]:
+    """Yield the nodes that read values of `ndim` dimensions or their transposes."""
+    waiting = [user for value in values for user in value.users]
+    while waiting:
+        node = waiting.pop()
+        if is_transpose(node, ndim):
+            waiting += node.users
+        else:
+            yield node
 
 
 def _part(node: Any) -> tuple[Any, WeightPart | None]:

@@ -345,6 +345,11 @@ def called(node: fx.Node) -> str:
     return str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
+def dim_of(node: fx.Node, place: int, default: Any = 0) -> Any:
+    """Return the argument `dim` of a call, which is given at a place or by name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
+
+
 def _unknown_shape(node: fx.Node) -> CannotShard:
     return CannotShard(f"the shape of {node.name} is known only at run time")
 

@@ -16,7 +16,7 @@ keys] in memory, because no fused kernel takes a mask of kept weights; in eager 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from onward.trainer.onnx_import.ops.norm import Dropout
@@ -77,6 +77,17 @@ class RankSeeded(nn.Module):
 
     def extra_repr(self) -> str:
         return f"tensor_rank={self.tensor_rank}"
+
+
+def seed_by_rank(module: nn.Module, node: fx.Node, rank: int, ending: str) -> None:
+    """Let a call of a module that draws random numbers draw others on each rank, in place."""
+    drawing = module.get_submodule(str(node.target))
+    target = f"{str(node.target).replace('.', '_')}_{ending}"
+    # one module may be called in several places
+    while hasattr(module, target):
+        target += "_"
+    module.add_module(target, RankSeeded(drawing, rank).train(drawing.training))
+    node.target = target
 
 
 def _hashed(like: Tensor, words: Tensor, rank: int) -> Tensor:

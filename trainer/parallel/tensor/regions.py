@@ -23,10 +23,10 @@ the numbers of collectives are Megatron-LM's. The rewriting of the graph is in r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx, nn
 
 import onward.trainer.parallel.tensor.compute_rules
@@ -254,7 +254,7 @@ class _Finder:
         return f"parallel.convolutions is auto, and sharding it with {rows[0].name} saves only {ratio}"
 
     def _numel(self, node: fx.Node) -> int:
-        return torch.Size(length for length, _ in self.graph.shapes(node)).numel()
+        return math.prod(length for length, _ in self.graph.shapes(node))
 
     def _flops(self, product: Product) -> int:
         """Return the arithmetic operations of the forward pass; an adapter's few are neglected."""

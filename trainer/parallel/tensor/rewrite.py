@@ -15,7 +15,7 @@ The row-parallel product that ends the region loses its bias, which reduce_from_
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from onward.trainer.parallel.tensor.graph_analysis import (
     is_low_rank,
     stored_tensor,
 )
-from onward.trainer.parallel.tensor.region_dropout import RankSeeded
+from onward.trainer.parallel.tensor.region_dropout import seed_by_rank
 from onward.trainer.parallel.tensor.region_edits import LocalLength, RegionEdits
 from onward.trainer.parallel.tensor.regions import TensorSharding
 from onward.trainer.parallel.tensor.tensor_shardings import Sharding
@@ -77,18 +77,24 @@ def shard_regions(module: ImportedGraph, found: TensorSharding, *, rank: int, gr
         rewriter.apply()
     for rewriter in rewriters:  # last: the sum that leaves one region may be the value that enters another
         rewriter.reduce_row_products()
-    placements = {}
     # one weight may be in several regions, sharded alike
-    for path, sharding in {path: s for region in found.regions for path, s in region.edits.weights.items()}.items():
-        placement = sharding.placement(stored_tensor(module, path).shape, rank, found.size)
-        keep_shard(module, path, placement)
-        placements[module.onnx_names[path]] = placement
+    weights = {path: sharding for region in found.regions for path, sharding in region.edits.weights.items()}
+    placements = {}
+    for path, sharding in weights.items():
+        placements[path] = sharding.placement(stored_tensor(module, path).shape, rank, found.size)
+    return keep_shards(module, placements)
+
+
+def keep_shards(module: ImportedGraph, placements: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Replace stored tensors by the parts that placements, by path, describe; return these by initializer name."""
+    for path, placement in placements.items():
+        _keep_shard(module, path, placement)
     module.graph.lint()
     module.recompile()
-    return placements
+    return {module.onnx_names[path]: placement for path, placement in placements.items()}
 
 
-def keep_shard(module: nn.Module, path: str, placement: Placement) -> None:
+def _keep_shard(module: nn.Module, path: str, placement: Placement) -> None:
     """Replace a stored tensor by the part that a placement describes."""
     name, _, leaf = path.rpartition(".")
     owner = module.get_submodule(name)
@@ -127,7 +133,7 @@ class _RegionRewriter:
         for name, sharding in self.edits.size_calls:
             self._scale_to_full_length(self.nodes[name], sharding)
         for name in self.edits.random_modules:
-            self._seed_by_rank(self.nodes[name])
+            seed_by_rank(self.module, self.nodes[name], self.place[0], f"rank_seeded_{self.number}")
         for name in self.edits.copied:
             self._copy_to_region(self.nodes[name])
         for (reader, operand), sharding in self.edits.sliced.items():
@@ -168,15 +174,6 @@ class _RegionRewriter:
         with self.graph.inserting_after(product):
             full = self._call(operator.floordiv, product, sharding.local_length(*self.place))
         node.replace_all_uses_with(full, delete_user_cb=lambda user: user is not product)
-
-    def _seed_by_rank(self, node: fx.Node) -> None:
-        target = f"{str(node.target).replace('.', '_')}_rank_seeded_{self.number}"
-        # one module may be called in several regions
-        while hasattr(self.module, target):
-            target += "_"
-        drawing = self.module.get_submodule(str(node.target))
-        self.module.add_module(target, RankSeeded(drawing, self.place[0]).train(drawing.training))
-        node.target = target
 
     def _copy_to_region(self, operand: fx.Node) -> None:
         """Insert one node for all readers inside the region, so that they share one all-reduce."""

@@ -40,7 +40,7 @@ from onward.trainer.onnx_import.ops.norm import Dropout, rms_norm
 from onward.trainer.onnx_import.ops.random import StochasticDepth
 from onward.trainer.parallel.tensor.compute_rules import ELEMENTWISE_CALLS
 from onward.trainer.parallel.tensor.graph_analysis import CONVOLUTIONS, TRANSPOSED, copy_meta
-from onward.trainer.parallel.tensor.region_dropout import RankSeeded
+from onward.trainer.parallel.tensor.region_dropout import seed_by_rank
 
 SEQUENCE_DIM = 1
 """Of activations [batch, sequence, features]."""
@@ -224,11 +224,7 @@ class _Divider:
     def _draw_by_rank(self, node: fx.Node) -> None:
         drawing = self.module.get_submodule(str(node.target))
         if isinstance(drawing, Dropout):
-            target = f"{str(node.target).replace('.', '_')}_by_rows"
-            while hasattr(self.module, target):
-                target += "_"
-            self.module.add_module(target, RankSeeded(drawing, self.rank).train(drawing.training))
-            node.target = target
+            seed_by_rank(self.module, node, self.rank, "by_rows")
 
     def _give_full_length(self, length: fx.Node, *, is_divided: bool) -> None:
         if is_divided:

@@ -29,7 +29,7 @@ from torch import fx
 
 from onward.trainer.onnx_import.ops.gather import strided
 from onward.trainer.onnx_import.ops.shape import expand
-from onward.trainer.parallel.tensor.propagation import Propagation, called, rule, unary_rule
+from onward.trainer.parallel.tensor.propagation import Propagation, called, dim_of, rule, unary_rule
 from onward.trainer.parallel.tensor.tensor_shardings import (
     CannotShard,
     Problem,
@@ -186,8 +186,8 @@ def repeat(p: Propagation, node: Any, x: Sharding) -> Result:
 
 @unary_rule(torch.repeat_interleave, "repeat_interleave")
 def repeat_interleave(p: Propagation, node: Any, x: Sharding) -> Result:
-    operand, count, *rest = node.args
-    dim = rest[0] if rest else node.kwargs.get("dim")
+    operand, count = node.args[:2]
+    dim = dim_of(node, 2, None)
     if not isinstance(dim, int) or not isinstance(count, int):
         return CannotShard(f"{node.name} repeats a number of times that is known only at run time")
     if dim % p.rank(operand) != x.dim:
@@ -215,7 +215,7 @@ def getitem(p: Propagation, node: Any) -> Result:
 @unary_rule(torch.split, "split", torch.chunk, "chunk")
 def split(p: Propagation, node: Any, x: Sharding) -> Result:
     operand, lengths = node.args[:2]
-    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % p.rank(operand)
+    dim = dim_of(node, 2) % p.rank(operand)
     total = p.shapes(operand)[dim]
     # the number of outputs that are read; each is a getitem
     count = max((int(user.args[1]) for user in node.users if user.target is operator.getitem), default=0) + 1
@@ -291,8 +291,8 @@ def _every(node: fx.Node, x: Sharding, of: slice, size: int) -> Sharding | Canno
 
 @unary_rule(torch.unbind, "unbind")
 def unbind(p: Propagation, node: Any, x: Sharding) -> Result:
-    operand, *rest = node.args
-    dim = (rest[0] if rest else node.kwargs.get("dim", 0)) % p.rank(operand)
+    operand = node.args[0]
+    dim = dim_of(node, 1) % p.rank(operand)
     _require_not_selected(p, node, x, dim)
     return [x.on_dim(x.dim - (dim < x.dim))] * p.shapes(operand)[dim][0]
 
@@ -317,7 +317,7 @@ def _require_not_selected(p: Propagation, node: fx.Node, x: Sharding, dim: int) 
 def cat(p: Propagation, node: Any) -> Result:
     operands = list(node.args[0])
     rank = p.rank(node)
-    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
+    dim = dim_of(node, 1) % rank
     shardings = [p.sharding(operand) for operand in operands]
     # where it is another axis that is joined, all parts are combined like operands
     first = next(sharding for sharding in shardings if sharding is not None)
@@ -351,7 +351,7 @@ def _described(lengths: tuple[int, int], x: Sharding | None) -> str:
 @rule(torch.stack)
 def stack(p: Propagation, node: Any) -> Result:
     rank = p.rank(node)
-    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
+    dim = dim_of(node, 1) % rank
     # the parts have one axis fewer than the result
     x = p.broadcast(node, list(node.args[0]), rank - 1, joined=True)
     return x.on_dim(x.dim + (dim <= x.dim))
@@ -359,7 +359,7 @@ def stack(p: Propagation, node: Any) -> Result:
 
 @unary_rule(F.glu)
 def glu(p: Propagation, node: Any, x: Sharding) -> Result:
-    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)) % p.rank(node.args[0])
+    dim = dim_of(node, 1, -1) % p.rank(node.args[0])
     if dim != x.dim:
         return x
     # gate and value must be blocks of their own, so that a rank has both of each feature

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from onward.trainer.config.loss_rules import LOSS_RULES
 from onward.trainer.config.losses import LossConfig
@@ -33,7 +33,7 @@ from onward.trainer.onnx_import.imported_graph import ImportedGraph
 from onward.trainer.onnx_import.ops.gather import gather_rows, non_negative_indices
 from onward.trainer.onnx_import.passes.dropout import reads_input
 from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis, Product, copy_meta, is_transpose, stored_tensor
-from onward.trainer.parallel.tensor.rewrite import keep_shard
+from onward.trainer.parallel.tensor.rewrite import keep_shards
 from onward.trainer.parallel.tensor.tensor_shardings import CannotShard
 
 FIRST_REGION = 1_000_000
@@ -139,7 +139,7 @@ class _Finder:
         # the head before the tables: if it is refused, a table tied to it is refused with the same reason
         for path, nodes in self._tables().items():
             name = self.graph.names[path]
-            dim = _dim_of_rows(nodes[0].args[0])
+            dim = _table_of(nodes[0].args[0])[1]
             # a table that is the head, too, is sharded at both ends or at none
             if name not in replicated and path not in dims and (reason := self._why_not_table(path, dim, nodes)):
                 replicated[name] = reason
@@ -159,8 +159,7 @@ class _Finder:
 
     def _table(self, operand: Any) -> str:
         """Return the path of the weight that an operand, or its transpose, is; "" if it is none."""
-        path = self.graph.stored(_source(operand))
-        return path if path and isinstance(self.graph.tensor(path), nn.Parameter) else ""
+        return self.graph.parameter(_table_of(operand)[0])
 
     def _head_chain(self, value: Any) -> tuple[list[fx.Node], Product | None]:
         """Return the nodes from the product with a stored matrix to an output, and the product.
@@ -218,8 +217,8 @@ class _Finder:
 
     def _is_bias(self, operand: fx.Node, total: int) -> bool:
         """Whether an operand is a weight with one number for each vocabulary entry."""
-        tensor = self.graph.tensor(self.graph.stored(operand)) if self.graph.stored(operand) else None
-        return isinstance(tensor, nn.Parameter) and self._last_length(operand) == tensor.numel() == total
+        path = self.graph.parameter(operand)
+        return bool(path) and self._last_length(operand) == self.graph.tensor(path).numel() == total
 
     # -- conditions
 
@@ -275,7 +274,7 @@ class _Finder:
                 continue
             if node.target is not gather_rows or self._table(node.args[0]) != path:
                 return f"{node.name} reads {name}, too, and needs all of it"
-            if _dim_of_rows(node.args[0]) != dim:
+            if _table_of(node.args[0])[1] != dim:
                 looked_up = f"{node.name} looks up along dimension {1 - dim} of {name}"
                 return f"{looked_up}, the vocabulary entries are dimension {dim}"
         return ""
@@ -289,20 +288,13 @@ def _keeps_last_dim(node: fx.Node) -> bool:
     return order[-1] in (-1, len(order) - 1)
 
 
-def _source(operand: Any) -> Any:
-    """Return the node whose transpose an operand is; the operand itself if it is none."""
-    while isinstance(operand, fx.Node) and is_transpose(operand):
-        operand = operand.args[0]
-    return operand
-
-
-def _dim_of_rows(operand: Any) -> int:
-    """Return which dimension of the stored matrix the rows of an operand are: 1 if the operand is its transpose."""
+def _table_of(operand: Any) -> tuple[Any, int]:
+    """Return the node whose transpose an operand is, else the operand; and the dimension of it that has the rows."""
     dim = 0
     while isinstance(operand, fx.Node) and is_transpose(operand):
         operand = operand.args[0]
         dim = 1 - dim
-    return dim
+    return operand, dim
 
 
 # -- the rewriting
@@ -334,8 +326,8 @@ def shard_vocabulary(
     """
     nodes = {node.name: node for node in module.graph.nodes}
     for number, name in enumerate(found.lookups, FIRST_REGION):
-        table = nodes[name].args[0]
-        num_entries = stored_tensor(module, _source(table).target).shape[_dim_of_rows(table)]
+        table, dim = _table_of(nodes[name].args[0])
+        num_entries = stored_tensor(module, table.target).shape[dim]
         # before the tables are cut: the number of entries is that of the full table
         _shard_lookup(nodes[name], share(num_entries, rank, found.size)[0], num_entries, number, group)
     if found.head is not None:
@@ -344,12 +336,8 @@ def shard_vocabulary(
     placements = {}
     for path, dim in found.dims.items():
         shape = stored_tensor(module, path).shape
-        placement = Placement.full(shape).narrow(dim, *share(shape[dim], rank, found.size))
-        keep_shard(module, path, placement)
-        placements[module.onnx_names[path]] = placement
-    module.graph.lint()
-    module.recompile()
-    return placements
+        placements[path] = Placement.full(shape).narrow(dim, *share(shape[dim], rank, found.size))
+    return keep_shards(module, placements)
 
 
 def _shard_lookup(node: fx.Node, start: int, num_entries: int, number: int, group: str) -> None:

@@ -17,6 +17,11 @@ from onward.trainer.run.directory import onward_home
 from onward.trainer.run.durable_files import sha256, write_durably
 
 
+def variant_beside(target: Path, kind: str) -> Path:
+    """Return where a variant of the exported file `target` lies."""
+    return target.with_name(f"{target.stem}.{kind}.onnx")
+
+
 def remember(place: Path, content: Path) -> None:
     """Record that an export is about to write the file `place` with the content of the file `content`.
 

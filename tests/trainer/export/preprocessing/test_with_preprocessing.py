@@ -23,7 +23,7 @@ from onward.trainer.data.images.image_computer import pixels_of
 from onward.trainer.data.images.image_decoding import decode_image
 from onward.trainer.errors import DataError, ExportRefused
 from onward.trainer.export.export_commands import evaluation_data
-from onward.trainer.export.preprocessing.image_nodes import fitted_pixels
+from onward.trainer.export.preprocessing.image_nodes import Fitting
 from onward.trainer.export.preprocessing.with_preprocessing import write_with_preprocessing
 from onward.trainer.onnx_graph.node_builder import GraphExtender, GraphWriter
 from onward.trainer.run.directory import RunDir
@@ -74,7 +74,7 @@ def resizer(size: tuple[int, int], config: ImageConfig, *, channels: int, opset:
     )
     pixels = helper.make_tensor_value_info("image", TensorProto.UINT8, ["n", "h", "w", channels])
     graph = helper.make_graph([], "resize", [pixels], [])
-    fitted = fitted_pixels(how, "image", GraphExtender(graph))
+    fitted = Fitting(how, GraphExtender(graph)).pixels("image")
     graph.output.append(helper.make_tensor_value_info(fitted, TensorProto.FLOAT, ["n", channels, *size]))
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
     onnx.checker.check_model(model, full_check=True)

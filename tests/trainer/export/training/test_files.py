@@ -243,7 +243,7 @@ def test_an_update_in_the_file_equals_an_optimizer_step(config: OptimizerConfig,
     torch.manual_seed(0)
     weights = {name: torch.randn(shape) for name, shape in {"a": (3, 4), "b.bias": (4,), "zero": (2,)}.items()}
     weights["zero"].zero_()
-    update = optimizer_model(config, weights, clip_norm=clip_norm, gradient=gradient_of, updated=updated)
+    update = optimizer_model(config, weights, clip_norm=clip_norm)
     carried = {name: tensor.numpy().copy() for name, tensor in weights.items()}
     carried |= {each: np.zeros_like(carried[name]) for name in weights for each in update.state[name].values()}
     optimizer = build_optimizer(config, weights.items())

@@ -13,8 +13,7 @@ import torch
 from onward.flows.shown.inspection_report import show_plan
 from onward.trainer.config.sections.ranks import ParallelConfig
 from onward.trainer.errors import ConfigError
-from onward.trainer.parallel.planning import estimate_layouts as estimator
-from onward.trainer.parallel.planning import planner
+from onward.trainer.parallel.planning import device_model, planner
 from onward.trainer.parallel.planning.device_model import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -59,8 +58,7 @@ def test_a_gpu_starts_operators_while_it_computes_and_a_cpu_does_not() -> None:
 
 def described(monkeypatch: pytest.MonkeyPatch) -> Callable[[Device], None]:
     def use(device: Device) -> None:
-        for module in (planner, estimator):
-            monkeypatch.setattr(module, "describe", lambda *_: device)
+        monkeypatch.setattr(device_model, "describe", lambda *_: device)
 
     return use
 

@@ -19,6 +19,7 @@ from onward.trainer.onnx_graph.node_builder import GraphWriter
 from onward.trainer.onnx_import.driver import to_module
 from onward.trainer.parallel.matrices import find_matrices
 from onward.trainer.parallel.planning.flops import count_flops
+from onward.trainer.parallel.tensor.graph_analysis import GraphAnalysis
 from onward.trainer.parallel.tensor.regions import TensorSharding, find_regions
 from onward.trainer.parallel.tensor.rewrite import shard_regions
 from tests.support import graphs
@@ -49,6 +50,18 @@ def times(g: GraphWriter, x: str, name: str, *shape: int) -> str:
 def normalised(g: GraphWriter, x: str, width: int, *parts: str) -> str:
     parts = tuple(g.weight(f"norm.{part}", 1 + g.normal(0.1, width)) for part in parts or ("scale", "bias"))
     return g.op("LayerNormalization", x, *parts, axis=-1)
+
+
+def test_a_matrix_whose_parts_are_each_read_twice_is_found_at_once() -> None:
+    g = GraphWriter("folded")
+    x = g.input("x", ("batch", WIDTH))
+    matrix = g.op("Tanh", g.weight("matrix", g.normal(1.0, WIDTH, WIDTH)))
+    # a walk that follows each reading by itself would take 2^40 steps
+    for _ in range(40):
+        matrix = g.op("Add", g.op("Relu", matrix), g.op("Neg", matrix))
+    module = to_module(closed(g, g.op("MatMul", x, matrix)))
+    found = GraphAnalysis(module, module.onnx_names)
+    assert [name for name, _ in found.computed_matrices()] == ["matrix"]
 
 
 def joined_features(*, source: str) -> onnx.ModelProto:

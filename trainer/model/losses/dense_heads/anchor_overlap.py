@@ -48,11 +48,6 @@ def decode_ssd(head: Head) -> Tensor:
     return of_offsets(head.codes, head.points, head.anchors, head.codes.new_tensor(SSD_SCALES))
 
 
-def confidence_retinanet(head: Head) -> Tensor:
-    """Return the probability of each class [B, P, C]."""
-    return head.scores.sigmoid()
-
-
 def confidence_ssd(head: Head) -> Tensor:
     """Return the probability of each class but the background [B, P, C - 1]."""
     return head.scores.softmax(-1)[..., 1:]

@@ -96,7 +96,7 @@ FAMILIES: Mapping[str, Family] = {
         LOSS_RULES["retinanet"],
         anchor_overlap.RETINANET_OFFSET,
         anchor_overlap.decode_retinanet,
-        anchor_overlap.confidence_retinanet,
+        task_aligned.confidence,
         anchor_overlap.retinanet_loss,
     ),
     "ssd": Family(

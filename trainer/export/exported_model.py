@@ -193,7 +193,9 @@ def _with_class_names(
 ) -> onnx.ModelProto:
     """Write the class names of the data into the metadata, in place, where all losses of classes have the same ones."""
     fitted = data.rows.fitted if data.rows else {}
-    found = {class_names(loss, fitted) for loss in losses if loss.has_classes or loss.rule.labels == "objects"}
+    of_classes = [loss for loss in losses if loss.has_classes]
+    of_objects = [loss for loss in losses if loss.rule.labels == "objects"]
+    found = {class_names(loss, fitted) for loss in (*of_classes, *of_objects)}
     # several heads may have classes of their own
     names = found.pop() if len(found) == 1 else ()
     if all(name.isdecimal() for name in names):

@@ -148,12 +148,11 @@ def _imported(model: onnx.ModelProto, config: ModelConfig, *, fuse: bool) -> Imp
     return module
 
 
-def _layer_scales(model: onnx.ModelProto, config: RunConfig) -> dict[str, float]:
+def _layer_scales(model: onnx.ModelProto, config: ModelConfig, layer_decay: float, *, fuse: bool) -> dict[str, float]:
     """Return name -> factor on the learning rate, by the layers of the graph as training imports it."""
-    layer_decay = config.optimizer.layer_decay
     if layer_decay == 1.0:
         return {}
-    return layer_scales(_imported(model, config.model, fuse=config.graph.fuse), layer_decay)
+    return layer_scales(_imported(model, config, fuse=fuse), layer_decay)
 
 
 def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, base: Path) -> TrainingArtifacts:
@@ -187,7 +186,7 @@ def write_artifacts(folder: Path, model: onnx.ModelProto, config: RunConfig, *, 
         config.optimizer,
         trained,
         clip_norm=config.train.clip_norm,
-        layer_scales=_layer_scales(model, config),
+        layer_scales=_layer_scales(model, config.model, config.optimizer.layer_decay, fuse=config.graph.fuse),
     )
     own = [*training.weights, *training.statistics]
     evaluation = evaluation_model(model, losses, names=names, weights=own, copies=module.copies)

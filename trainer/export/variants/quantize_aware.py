@@ -103,7 +103,11 @@ def integer_kernels(path: Path) -> dict[str, int]:
         optimised = Path(folder) / "optimised.onnx"
         open_session(path, save=optimised)
         nodes = onnx.load_model(optimised, load_external_data=False).graph.node
-    return Counter(node.op_type for node in nodes if any(part in node.op_type for part in INTEGER_KERNELS))
+    kernels: dict[str, int] = {}
+    for operator, number in Counter(node.op_type for node in nodes).items():
+        if any(part in operator for part in INTEGER_KERNELS):
+            kernels[operator] = number
+    return kernels
 
 
 def _calibration_rows(config: RunConfig) -> EvaluationData:

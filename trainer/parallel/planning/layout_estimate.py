@@ -176,8 +176,9 @@ class Estimate:
         # all ranks of a tensor-parallel group hold copies of these, and exchange their gradients
         replicated = 0
         for rank in self.ranks:
-            own = [weight for weight in rank.weights if weight.trained and weight.name not in self.layout.placements]
-            replicated = max(replicated, sum(weight.tensor.nbytes for weight in own))
+            trained = [weight for weight in rank.weights if weight.trained]
+            sizes = [weight.tensor.nbytes for weight in trained if weight.name not in self.layout.placements]
+            replicated = max(replicated, sum(sizes))
         if replicated:
             yield Traffic(
                 axis="tensor",

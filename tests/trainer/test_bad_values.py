@@ -75,15 +75,15 @@ def a_run(folder: Path, proto: onnx.ModelProto, data: dict[str, Array], /, **sec
     return make_run(folder, proto, data, **{"train": train, "optimizer": optimizer, "loss": loss, **sections})
 
 
-def message(run: RunDir) -> str:
-    """What training says when it diverges; the same on all ranks."""
+def message(run: RunDir, lost: str = "") -> str:
+    """What training says when it diverges; the same on all ranks. lost: a file that is gone by then."""
     size = read_config(run).world_size
-    found = run_ranks(size, "tests.trainer.test_bad_values:diverge", str(run.root), timeout_s=300)
+    found = run_ranks(size, "tests.trainer.test_bad_values:diverge", str(run.root), lost, timeout_s=300)
     assert found == found[:1] * size
     return str(found[0])
 
 
-def diverge(mpi: MPIContext, root: str) -> str:
+def diverge(mpi: MPIContext, root: str, lost: str) -> str:
     """Train until it diverges; the replay must leave weights and statistics as they were."""
     run, held = RunDir(Path(root)), []
     build, explain = loop.build_rank_model, loop.BadValues.explain_step
@@ -97,6 +97,8 @@ def diverge(mpi: MPIContext, root: str) -> str:
 
     def compared(self: Any, *args: Any, **options: Any) -> str:
         before = state()
+        if lost and mpi.rank == 0:
+            Path(lost).unlink()
         told = explain(self, *args, **options)
         after = state()
         assert all(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in zip(before, after, strict=True))
@@ -145,6 +147,14 @@ def test_a_huge_row_is_named_also_where_it_has_ruined_the_weights_before(tmp_pat
     assert "The weights have grown: the largest magnitude in " in told
     assert re.search(r"row \d+ of the training data \(\S+data\.npz, row 21\) has 3e\+38 in column 'x'", told), told
     assert_quoted(told, "In that step row ")
+
+
+def test_without_the_file_of_the_model_the_end_is_still_that_of_a_bad_value(tmp_path: Path) -> None:
+    data = columns()
+    data["x"] = -np.abs(data["x"])
+    run = a_run(tmp_path, model("Log"), data, parallel={"data": 2})
+    told = message(run, str(read_config(run).model.path))
+    assert re.search(r"What the replay has found could not be told: \w+: .*model", told), told
 
 
 def test_a_learning_rate_that_ruins_the_weights_is_not_blamed_on_a_row(tmp_path: Path) -> None:

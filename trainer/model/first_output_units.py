@@ -56,7 +56,7 @@ def choose_output_units(
     # without nodes behind the outputs, so that both readings can be made of one pass
     by_labels = config.model_copy(update=_units(config.losses, ["label"] * len(config.losses)))
     module = open_trainable(by_labels).module.eval()
-    fixed = config.model.fixed_batch not in ("auto", "any")
+    fixed = config.model.keeps_batch
     # a file of fixed batch runs with that many rows alone
     number = config.micro_batch_size if fixed else min(ROWS, rows.num_rows)
     batch = one_batch(rows, config, signature, np.arange(number), training=False)

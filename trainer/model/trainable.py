@@ -151,7 +151,7 @@ def _widen(part: onnx.ModelProto, model: ModelConfig, lora: LoraConfig) -> bool:
                 f"the file declares a batch of {use.declared}, and no other is proved right: {use.reason}; set "
                 f"model.fixed_batch = {use.kind!r}"
             )
-    return model.fixed_batch in ("auto", "any")
+    return not model.keeps_batch
 
 
 def _add_dropout(module: ImportedGraph, ratio: float) -> tuple[str, ...]:

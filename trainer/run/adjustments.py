@@ -110,7 +110,7 @@ def fewer_replicas(config: RunConfig, changes: Adjustments, *, ranks: int, hostf
     batch = config.train.global_batch_size
     most = config.micro_batch_size // changes.micro_batch_divisor
     # a file that declares its rows takes no other micro-batch
-    least = most if config.model.fixed_batch in ("own", "joint") else 1
+    least = most if config.model.keeps_batch else 1
     layouts: list[tuple[float, int, int]] = []
     for data in range(1, min(parallel.data, ranks // (parallel.tensor * parallel.pipeline)) + 1):
         samples, rest = divmod(batch, data)

@@ -93,6 +93,11 @@ class ModelConfig(Section):
         return bound
 
     @property
+    def keeps_batch(self) -> bool:
+        """Whether each micro-batch has as many rows as the file declares."""
+        return self.fixed_batch in ("own", "joint")
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         """The tensors that the losses read, each once; empty = the first output of the graph."""
         return tuple(dict.fromkeys(as_tuple(self.output)))

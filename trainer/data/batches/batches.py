@@ -281,7 +281,7 @@ class _Collate:
         self._others = (*[NOISE] * signature.draws, *shards.soft_labels)
         self._input_names = [info.name for info in signature.inputs]
         self._noise_seed = config.train.seed if signature.draws else None
-        self.full = config.model.fixed_batch in ("own", "joint")
+        self.full = config.model.keeps_batch
         """Whether the graph takes micro-batches of one size only, so that smaller ones are filled up."""
         self._size = config.micro_batch_size
         self._copies = DeviceCopies(device)

@@ -52,7 +52,7 @@ def end_of_share(count: int, size: int, replica: int, num_replicas: int, *, full
 
 def micro_batch_sizes(model: ModelConfig, parallel: ParallelConfig, num_rows: int, size: int) -> list[tuple[int, bool]]:
     """Return each (rows, whether it is padding) that occurs when `num_rows` rows are divided, the greatest first."""
-    full = model.fixed_batch in ("own", "joint")
+    full = model.keeps_batch
     sizes = set[tuple[int, bool]]()
     # only the number of rows counts, so that the rows of a run need not exist yet
     for replica in range(parallel.data):

@@ -142,8 +142,7 @@ def _loss_records(losses: Sequence[LossConfig], names: LossNames, evaluation: Lo
 
 
 def _imported(model: onnx.ModelProto, config: ModelConfig, *, fuse: bool) -> ImportedGraph:
-    widen = config.fixed_batch in ("auto", "any")
-    module = to_module(model, fuse=fuse, tie=config.tie, train=config.train, widen=widen)
+    module = to_module(model, fuse=fuse, tie=config.tie, train=config.train, widen=not config.keeps_batch)
     select_trained(module, train=config.train, freeze=config.freeze)
     return module
 

@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,17 +162,27 @@ class BadValues:
         told = [json.loads(text) for text in gather_bytes(self.mpi, json.dumps([mine, self._weights()]).encode())]
         text = ""
         if self.mpi.rank == 0:  # the others wait: one reads the file and the source
-            found = sorted((Finding.model_validate(each) for part, _ in told for each in part), key=lambda f: f.order)
-            weights = sorted({tuple(each) for _, part in told for each in part}, key=_growth, reverse=True)
-            sentences = self._growth(weights, split, rows, update)
-            if found:
-                first = merged(found)
-                wanted = {*first.rows, *(each.extreme_row for each in first.operands)} - {-1}
-                # where the weights have grown, the rows of this step are not the cause
-                where = {} if sentences else self._where(wanted, split, rows)
-                sentences.append(sentence(first, self._node(first), where, split, num_batches, self.mpi.world_size))
-            text = ". ".join(sentences or ["Replayed, every value and every gradient was finite"])
+            try:
+                text = self._sentences(told, split, rows, num_batches, update)
+            except Exception as error:  # that it is not finite must reach the user in any case
+                log.warning("no cause was found", exc_info=True)
+                text = f"What the replay has found could not be told: {type(error).__name__}: {error}"
         return gather_bytes(self.mpi, text.encode())[0].decode()
+
+    def _sentences(
+        self, told: Sequence[Any], split: Split, rows: Shards, num_batches: int, update: Update | None
+    ) -> str:
+        """Return the message. told: of each rank its findings and its weights."""
+        found = sorted((Finding.model_validate(each) for part, _ in told for each in part), key=lambda f: f.order)
+        weights = sorted({tuple(each) for _, part in told for each in part}, key=_growth, reverse=True)
+        sentences = self._growth(weights, split, rows, update)
+        if found:
+            first = merged(found)
+            wanted = {*first.rows, *(each.extreme_row for each in first.operands)} - {-1}
+            # where the weights have grown, the rows of this step are not the cause
+            where = {} if sentences else self._where(wanted, split, rows)
+            sentences.append(sentence(first, self._node(first), where, split, num_batches, self.mpi.world_size))
+        return ". ".join(sentences or ["Replayed, every value and every gradient was finite"])
 
     def _growth(
         self, weights: Sequence[tuple[str, float, float]], split: Split, rows: Shards, update: Update | None

@@ -301,7 +301,7 @@ def _micro_batch_counts(
     per_replica, rest = divmod(batch_size, parallel.data)
     # with fewer micro-batches than stages some stage would be idle at any time
     possible = [count for count in range(parallel.pipeline, per_replica + 1) if per_replica % count == 0]
-    is_fixed = model.fixed_batch in ("own", "joint")
+    is_fixed = model.keeps_batch
     if is_fixed:  # micro-batches have the rows that the file declares
         signature = signature or read_training_signature(model)
         declared = (signature.inputs[0].shape or (None,))[0] or 1

@@ -154,7 +154,7 @@ def _count(
     read = {loss.own_output or module.output_names[0] for loss in config.soft_losses}
     for loss in config.losses:
         read |= {name or module.output_names[0] for name in loss.outputs}
-    fixed = config.model.fixed_batch in ("own", "joint")
+    fixed = config.model.keeps_batch
     # one row is too few for a BatchNormalization of vectors
     num_rows = len(example[0]) if fixed else max(2, config.train.global_batch_size)
     # a graph may fail in ways of its own on fake tensors, and what is only shown must not end a training

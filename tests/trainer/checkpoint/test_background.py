@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from onward.trainer.distributed.processes import MPIContext
 from onward.trainer.errors import StorageUnavailable
 from onward.trainer.events import EventWriter, read_events
 from onward.trainer.run.directory import RunDir
+from onward.trainer.run.durable_files import sync
 from onward.trainer.run.machine.priority import NICENESS
 from tests.support.checkpoint_parts import held
 from tests.support.ranks import run_ranks
@@ -67,11 +68,11 @@ class SlowDisk:
     def __init__(self, patched: pytest.MonkeyPatch) -> None:
         self.works = threading.Event()
 
-        def fsync(descriptor: int) -> None:
+        def slow_sync(file: IO[bytes]) -> None:
             assert self.works.wait(20)
-            os.fsync(descriptor)
+            sync(file)
 
-        patched.setattr(rank_file, "os", SimpleNamespace(fsync=fsync))
+        patched.setattr(rank_file, "sync", slow_sync)
 
 
 @pytest.fixture
@@ -224,15 +225,18 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_in_a_later_step(run: 
 def test_killed_while_it_writes_the_checkpoint_before_is_the_newest(run: RunDir) -> None:
     child = os.fork()
     if child == 0:
-        patched = pytest.MonkeyPatch()
-        with writer(run, ALONE) as checkpoints:
-            checkpoints.save(position(1), held(values(1), ALONE), beat=beat)
-            checkpoints.wait(beat)
-            SlowDisk(patched)
-            checkpoints.save(position(2), held(values(2), ALONE), beat=beat)
-            while not list(run.checkpoints.glob("*.partial-*/rank-00000.safetensors")):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            patched = pytest.MonkeyPatch()
+            with writer(run, ALONE) as checkpoints:
+                checkpoints.save(position(1), held(values(1), ALONE), beat=beat)
+                checkpoints.wait(beat)
+                SlowDisk(patched)
+                checkpoints.save(position(2), held(values(2), ALONE), beat=beat)
+                while not list(run.checkpoints.glob("*.partial-*/rank-00000.safetensors")):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)  # else an error would let this process go on with the other tests
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     newest = newest_complete(run)
     assert newest is not None

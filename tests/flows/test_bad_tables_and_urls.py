@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a decimal comma that is not said": (
         "data.csv",
         lambda path: table().to_csv(path, sep=";", decimal=",", index=False),
-        "may be a decimal number or two digits groups; set data.table.decimal",
+        "may be a decimal number or have a comma between thousands; set data.table.decimal",
     ),
     "a separator that is not said": (
         "data.csv",

@@ -120,8 +120,8 @@ def _refuse_commas(path: Path, lines: Sequence[str], dialect: Dialect) -> None:
         for cell in row:
             if re.fullmatch(r"[+-]?\d+,\d+", cell.strip()):
                 raise DataError(
-                    f"{path}, row {number}: {cell.strip()!r} may be a decimal number or two digits groups; set "
-                    "data.table.decimal = ',' or data.table.thousands = ',' (or decimal = '.', if it is text)"
+                    f"{path}, row {number}: {cell.strip()!r} may be a decimal number or have a comma between thousands"
+                    "; set data.table.decimal = ',' or data.table.thousands = ',' (or decimal = '.', if it is text)"
                 )
 
 

@@ -192,7 +192,7 @@ def test_kinds_that_do_not_exist_or_have_no_place_are_refused(workshop: Workshop
 
 def account_of(workshop: Workshop, *words: str) -> dict[str, Any]:
     """The account of a soak whose exit status is 0."""
-    config = (str(workshop.root / "config.toml"), *FAST, *words, "monitor.report=false")
+    config = (str(workshop.root / "config.toml"), *FAST, "monitor.report=false", *words)
     command = [sys.executable, "-m", "tests.soak", *config, "--home", str(workshop.home)]
     ended = subprocess.run(command, env=workshop.environment, capture_output=True, text=True, timeout=3000)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -134,7 +134,11 @@ def _replace(path: Path, stamp: Stamp, claim: Path) -> bool:
     if _stamp_of_other_host(path) != stamp:
         claim.unlink(missing_ok=True)
         return False
-    claim.replace(path)
+    try:
+        claim.replace(path)
+    except FileNotFoundError:
+        # this process stood still for so long that another one has taken the run over, and removed what was left
+        return False
     # of hosts that died before they could replace it
     for left in path.parent.glob(f".{path.name}-{stamp[0]}-{stamp[1]}-*"):
         left.unlink(missing_ok=True)

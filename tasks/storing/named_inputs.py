@@ -13,10 +13,6 @@ from onward.trainer.data.schema.signature import model_files
 from onward.trainer.run.directory import RunDir, read_config
 from onward.trainer.run.remote.local_copies import WRITTEN
 
-DATA = [key for key in PATHS if key.startswith("data.")]
-"""The settings that name data."""
-DATA.remove("data.text.tokenizer")
-
 
 @dataclass(frozen=True)
 class NamedInput:
@@ -39,7 +35,7 @@ def named_inputs(run: RunDir) -> Iterator[NamedInput]:
     """
     given, local = read_config(run, "given"), read_config(run, "local")
     for key in PATHS:
-        if key in WRITTEN or key in DATA:
+        if key in WRITTEN or _names_data(key):
             continue
         both = zip(values_at(given, key.split(".")), values_at(local, key.split(".")), strict=True)
         for value, here in both:
@@ -51,6 +47,11 @@ def named_inputs(run: RunDir) -> Iterator[NamedInput]:
                 yield NamedInput(str(value), location, path.name, _files(path))
 
 
+def _names_data(key: str) -> bool:
+    """Return whether a setting names data; a tokenizer belongs to the model."""
+    return key.startswith("data.") and key != "data.text.tokenizer"
+
+
 def data_of_this_machine(run: RunDir, *, is_here: bool = True) -> list[tuple[str, str]]:
     """Return (setting, path or glob) of files that [data] names on one machine, of which the store gets none.
 
@@ -58,7 +59,7 @@ def data_of_this_machine(run: RunDir, *, is_here: bool = True) -> list[tuple[str
     """
     config = read_config(run, "given")
     named = []
-    for key in DATA:
+    for key in filter(_names_data, PATHS):
         # names of bundled data are no paths, and URLs are none of this machine
         values = map(str, values_at(config, key.split(".")))
         named += [(key, value) for value in values if Path(value).is_absolute()]

@@ -20,7 +20,6 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
 from onward.infra.job import slurm_jobs
@@ -90,7 +89,7 @@ class RunSender:
         self.held: frozenset[Path] = frozenset()
         """The checkpoint that is being sent: it must stay on the disk."""
         self._log = log
-        self._kept: Sequence[CheckpointInfo] | None = None
+        self._kept: tuple[CheckpointInfo, ...] | None = None
         """None before the first offer: then nothing leaves the store."""
         self._changed = threading.Event()
         self._closing = threading.Event()
@@ -119,7 +118,7 @@ class RunSender:
     def __exit__(self, *ended: object) -> None:
         self._abandon()
 
-    def offer(self, kept: Sequence[CheckpointInfo]) -> None:
+    def offer(self, kept: tuple[CheckpointInfo, ...]) -> None:
         """Let these verified checkpoints be in the store, in place of those that a run does not keep."""
         if self._kept != kept:
             self._kept = kept

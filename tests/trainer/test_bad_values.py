@@ -154,7 +154,7 @@ def test_without_the_file_of_the_model_the_end_is_still_that_of_a_bad_value(tmp_
     data["x"] = -np.abs(data["x"])
     run = a_run(tmp_path, model("Log"), data, parallel={"data": 2})
     told = message(run, str(read_config(run).model.path))
-    assert re.search(r"What the replay has found could not be told: \w+: .*model", told), told
+    assert re.search(r"The findings of the replay could not be described: \w+: .*model", told), told
 
 
 def test_a_learning_rate_that_ruins_the_weights_is_not_blamed_on_a_row(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Cuts:
 
 @dataclass(frozen=True)
 class DividedGraph:
-    """The graph of one tensor-parallel rank, and what it holds; not cut yet."""
+    """The graph of one tensor-parallel rank, and what it holds; `Layout` adds the stages that it is cut into."""
 
     module: ImportedGraph
     regions: TensorSharding

@@ -69,6 +69,21 @@ def test_a_lock_that_another_host_renews_or_that_is_held_here_is_not_freed(tmp_p
         assert time.monotonic() - began_at < 60
 
 
+def test_a_host_that_stood_still_while_another_one_took_the_run_over_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, claim, stamp = tmp_path / "lock", tmp_path / ".lock-1-1-0", (1, 1)
+    path.write_text("of the other host")
+
+    def taken_over(_: Path) -> lease.Stamp:
+        claim.unlink()
+        return stamp
+
+    monkeypatch.setattr(lease, "_stamp_of_other_host", taken_over)
+    assert not lease._replace(path, stamp, claim)
+    assert path.read_text() == "of the other host"
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_of_several_hosts_one_frees_an_abandoned_lock_and_its_holder_ends_when_it_comes_back(tmp_path: Path) -> None:

@@ -165,8 +165,8 @@ class BadValues:
             try:
                 text = self._sentences(told, split, rows, num_batches, update)
             except Exception as error:  # that it is not finite must reach the user in any case
-                log.warning("no cause was found", exc_info=True)
-                text = f"What the replay has found could not be told: {type(error).__name__}: {error}"
+                log.warning("the findings of the replay could not be described", exc_info=True)
+                text = f"The findings of the replay could not be described: {type(error).__name__}: {error}"
         return gather_bytes(self.mpi, text.encode())[0].decode()
 
     def _sentences(
